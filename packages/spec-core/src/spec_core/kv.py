@@ -1,19 +1,27 @@
-"""Key/value storage for rows of different length: left-aligned buffers, one offset a row.
+"""Key/value storage for rows of different length: left-aligned buffers, one length a row.
 
 A commit is metadata; nothing is rolled or copied. Slots at or beyond a row's length hold
 finite numbers of the past and are never attended to. Every write happens in place as long as
 nothing else refers to the buffer, so nobody keeps a view of one over a round.
+
+The buffers grow geometrically, in rows and in positions, and shrink when half of them is free
+after rows have left. Verbs that move rows (`select`, `join`, `restore`) leave the clock alone:
+the state that owns the clock calls them on all its layers, then moves the clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
 
 import mlx.core as mx
 
-from spec_core.errors import SeamError
+from spec_core.errors import InvalidValueError, SeamError
 
 _STEP = 256
+
+Quantized = tuple[mx.array, mx.array, mx.array]
+"""Packed integers, scales and biases, as `mx.quantize` gives them."""
 
 
 class RowClock:
@@ -25,12 +33,13 @@ class RowClock:
         valid: how many of those are real, for each row.
     """
 
-    __slots__ = ("lengths", "provisional", "valid")
+    __slots__ = ("_positions", "lengths", "provisional", "valid")
 
     def __init__(self, rows: int, start: int = 0) -> None:
         self.lengths = [start] * rows
         self.provisional = 0
         self.valid: list[int] = [0] * rows
+        self._positions: tuple[list[int], int, mx.array] | None = None
 
     @property
     def rows(self) -> int:
@@ -39,6 +48,10 @@ class RowClock:
     @property
     def uniform(self) -> bool:
         return len(set(self.lengths)) <= 1
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths, default=0)
 
     def begin(self, columns: int, valid: Sequence[int] | None = None) -> None:
         """Open a provisional forward of `columns` columns. Raises SeamError if one is open."""
@@ -67,38 +80,232 @@ class RowClock:
         return self.lengths[0] if self.uniform else mx.array(self.lengths, dtype=mx.int32)
 
     def positions(self, columns: int) -> mx.array:
-        """[B, columns] absolute positions of the provisional columns."""
-        return mx.array(self.lengths, dtype=mx.int32)[:, None] + mx.arange(columns, dtype=mx.int32)
+        """[B, columns] absolute positions of the provisional columns; built once a forward."""
+        known = self._positions
+        if known is not None and known[0] == self.lengths and known[1] == columns:
+            return known[2]
+        starts = mx.array(self.lengths, dtype=mx.int32)
+        made = starts[:, None] + mx.arange(columns, dtype=mx.int32)
+        self._positions = (list(self.lengths), columns, made)
+        return made
 
     def settled(self) -> None:
         """Raise SeamError if a forward is provisional."""
         if self.provisional:
             raise SeamError("rows cannot move while a forward is provisional; commit it first")
 
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order. Raises SeamError unless they are distinct rows."""
+        self.settled()
+        if len(set(rows)) != len(rows) or any(not 0 <= r < self.rows for r in rows):
+            raise SeamError(f"select({list(rows)}) does not name distinct rows of {self.rows}")
+        self.lengths = [self.lengths[row] for row in rows]
+        self.valid = [0] * len(rows)
 
-class KVRows:
-    """Keys and values of B rows in one layer, [B, heads, S, dim] each.
+    def join(self, other: RowClock) -> None:
+        """Append the rows of `other`."""
+        self.settled()
+        other.settled()
+        self.lengths = self.lengths + other.lengths
+        self.valid = [0] * self.rows
+
+
+class Plane:
+    """One array of B rows and S positions, [R, heads, S, dim], with R >= B and room to grow."""
+
+    __slots__ = ("array",)
+
+    def __init__(self) -> None:
+        self.array: mx.array | None = None
+
+    def write(self, new: mx.array, clock: RowClock) -> mx.array:
+        """Write [B, heads, T, dim] at each row's length; gives [B, heads, longest + T, dim]."""
+        rows, _, columns, _ = new.shape
+        end = clock.longest + columns
+        buffer = _room(self.array, new, rows, end)
+        if clock.uniform:
+            buffer[:rows, :, end - columns : end] = new
+        else:
+            buffer = _scatter(buffer, new, clock.positions(columns))
+        self.array = buffer
+        return buffer[:rows, :, :end]
+
+    def select(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Rows whose slot changes are lifted out as evaluated copies, then set down."""
+        if self.array is None:
+            return
+        kept = [lengths[row] for row in rows]
+        moves = [(slot, row) for slot, row in enumerate(rows) if slot != row]
+        lifted = [mx.contiguous(self.array[row, :, : lengths[row]]) for _, row in moves]
+        mx.eval(lifted)
+        self.array = _shrunk(self.array, len(rows), max(kept, default=0))
+        if self.array is not None:
+            for (slot, row), copy in zip(moves, lifted, strict=True):
+                self.array[slot, :, : lengths[row]] = copy
+
+    def join(self, other: Plane, lengths: Sequence[int], joining: Sequence[int]) -> None:
+        """Write the rows of `other` behind the first len(lengths) rows."""
+        if other.array is None:
+            return
+        if self.array is None and not lengths:
+            self.array = other.array
+            return
+        first, total = len(lengths), len(lengths) + len(joining)
+        _same_kind(self.array, other.array)
+        buffer = _room(self.array, other.array, total, max([*lengths, *joining]))
+        for row, length in enumerate(joining):
+            buffer[first + row, :, :length] = other.array[row, :, :length]
+        self.array = buffer
+
+    def image(self, row: int, start: int, stop: int) -> mx.array:
+        """An owned copy, [stop - start, heads, dim]; evaluate it before anything else runs."""
+        assert self.array is not None, "a plane that was never written has no image"
+        return mx.contiguous(self.array[row, :, start:stop].transpose(1, 0, 2))
+
+    def restore(self, row: int, values: mx.array, rows: int, longest: int) -> None:
+        """Write [n, heads, dim] into the first n positions of a row."""
+        new = values.transpose(1, 0, 2)[None]
+        _same_kind(self.array, new)
+        length = values.shape[0]
+        buffer = _room(self.array, new, rows, max(longest, length))
+        buffer[row, :, :length] = new[0]
+        self.array = buffer
+
+
+_Stored = TypeVar("_Stored")
+
+
+class RowStore(Generic[_Stored]):
+    """The verbs of storage with rows, over named planes. See KVRows and QuantizedKVRows.
 
     Args:
         clock: the lengths, shared with the state's other layers.
+        names: one for each plane, as they appear in images.
     """
 
-    __slots__ = ("clock", "keys", "values")
+    __slots__ = ("_planes", "clock")
 
-    def __init__(self, clock: RowClock) -> None:
+    def __init__(self, clock: RowClock, names: Sequence[str]) -> None:
         self.clock = clock
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self._planes = {name: Plane() for name in names}
 
-    def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def append(self, keys: mx.array, values: mx.array) -> tuple[_Stored, _Stored]:
         """Write [B, heads, T, dim] columns at each row's length; returns both buffers up to the
         longest row's end, [B, heads, max(lengths) + T, dim]. Lengths stay; see RowClock."""
-        columns = keys.shape[2]
-        end = max(self.clock.lengths) + columns
-        self.keys = _write(_room(self.keys, keys, self.clock.rows, end), keys, self.clock)
-        self.values = _write(_room(self.values, values, self.clock.rows, end), values, self.clock)
-        rows = self.clock.rows
-        return self.keys[:rows, :, :end], self.values[:rows, :, :end]
+        raise NotImplementedError
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order; call it before the clock's own `select`."""
+        for plane in self._planes.values():
+            plane.select(rows, self.clock.lengths)
+
+    def join(self, other: RowStore[_Stored]) -> None:
+        """Write the rows of `other` behind ours; call it before the clock's own `join`.
+
+        Raises SeamError where the kinds differ.
+        """
+        if list(other._planes) != list(self._planes):
+            raise SeamError(
+                f"rows with planes {list(other._planes)} cannot join rows with planes "
+                f"{list(self._planes)}; both states must store keys and values alike"
+            )
+        for name, plane in self._planes.items():
+            plane.join(other._planes[name], self.clock.lengths, other.clock.lengths)
+
+    def image(self, row: int, start: int = 0) -> dict[str, mx.array]:
+        """Owned copies of a row's positions from `start` on, [n, heads, dim] by plane; lazy:
+        evaluate them before anything else runs. Empty where nothing was ever written."""
+        stop = self.clock.lengths[row]
+        written = {n: p for n, p in self._planes.items() if p.array is not None}
+        return {name: plane.image(row, start, stop) for name, plane in written.items()}
+
+    def restore(self, row: int, image: Mapping[str, mx.array]) -> None:
+        """Write an image of start 0 into a row; the state then sets the clock.
+
+        Raises SeamError where names, shapes or types differ from what is stored.
+        """
+        if image and set(image) != set(self._planes):
+            raise SeamError(f"image has planes {sorted(image)}; expected {sorted(self._planes)}")
+        for name, values in image.items():
+            self._planes[name].restore(row, values, self.clock.rows, self.clock.longest)
+
+    def pending(self) -> list[mx.array]:
+        """The live buffers, for evaluation only: evaluate and forget, never keep."""
+        return [plane.array for plane in self._planes.values() if plane.array is not None]
+
+
+class KVRows(RowStore[mx.array]):
+    """Keys and values of B rows in one layer, [B, heads, S, dim] each."""
+
+    __slots__ = ()
+
+    def __init__(self, clock: RowClock) -> None:
+        super().__init__(clock, ("keys", "values"))
+
+    def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        planes, clock = self._planes, self.clock
+        return planes["keys"].write(keys, clock), planes["values"].write(values, clock)
+
+
+class QuantizedKVRows(RowStore[Quantized]):
+    """KVRows in 4 or 8 bits a number; each column is quantised once, when it is written.
+
+    Args:
+        clock: the lengths, shared with the state's other layers.
+        bits: 4 or 8.
+        group_size: how many numbers share a scale: 32, 64 or 128; it must divide the head size.
+
+    Raises:
+        InvalidValueError: `bits` or `group_size` is something else.
+    """
+
+    __slots__ = ("bits", "group_size")
+
+    def __init__(self, clock: RowClock, bits: int = 8, group_size: int = 64) -> None:
+        if bits not in (4, 8):
+            raise InvalidValueError("kv_bits", bits, "4 or 8")
+        if group_size not in (32, 64, 128):
+            raise InvalidValueError("group_size", group_size, "32, 64 or 128")
+        parts = ("packed", "scales", "biases")
+        super().__init__(clock, [f"{what}.{part}" for what in ("keys", "values") for part in parts])
+        self.bits = bits
+        self.group_size = group_size
+
+    def append(self, keys: mx.array, values: mx.array) -> tuple[Quantized, Quantized]:
+        return self._append("keys", keys), self._append("values", values)
+
+    def _append(self, what: str, new: mx.array) -> Quantized:
+        packed, scales, biases = mx.quantize(new, group_size=self.group_size, bits=self.bits)
+        write = self._planes
+        return (
+            write[f"{what}.packed"].write(packed, self.clock),
+            write[f"{what}.scales"].write(scales, self.clock),
+            write[f"{what}.biases"].write(biases, self.clock),
+        )
+
+
+def causal_mask(
+    clock: RowClock, columns: int, end: int, window: int | None = None
+) -> mx.array | str | None:
+    """Who sees whom: column t of row b sees positions 0..lengths[b]+t, of them the newest
+    `window` if there is one.
+
+    Returns None (a single column, all rows alike), "causal" (all rows alike) or a boolean
+    [B, 1, columns, end] mask.
+    """
+    if window is not None and end <= window:
+        window = None
+    if clock.uniform and window is None:
+        return None if columns == 1 else "causal"
+    return boolean_mask(clock, columns, end, window)
+
+
+def boolean_mask(clock: RowClock, columns: int, end: int, window: int | None = None) -> mx.array:
+    """`causal_mask`, always as a boolean array [B, 1, columns, end]."""
+    last = clock.positions(columns)[:, None, :, None]
+    slots = mx.arange(end, dtype=mx.int32)
+    seen = slots <= last
+    return seen if window is None else seen & (slots > last - window)
 
 
 def _room(buffer: mx.array | None, new: mx.array, rows: int, end: int) -> mx.array:
@@ -106,32 +313,49 @@ def _room(buffer: mx.array | None, new: mx.array, rows: int, end: int) -> mx.arr
     if buffer is not None and buffer.shape[0] >= rows and buffer.shape[2] >= end:
         return buffer
     have_rows, have = (0, 0) if buffer is None else (buffer.shape[0], buffer.shape[2])
-    capacity = have if have >= end else max(-(-end // _STEP) * _STEP, have + have // 2)
-    shape = (max(rows, have_rows), new.shape[1], capacity, new.shape[3])
-    grown = mx.zeros(shape, dtype=new.dtype)
+    capacity = have if have >= end else max(_stepped(end), have + have // 2)
+    slots = have_rows if have_rows >= rows else max(rows, have_rows + have_rows // 2)
+    grown = mx.zeros((slots, new.shape[1], capacity, new.shape[3]), dtype=new.dtype)
     if buffer is not None:
         grown[:have_rows, :, :have] = buffer
     return grown
 
 
-def _write(buffer: mx.array, new: mx.array, clock: RowClock) -> mx.array:
-    rows, _, columns, _ = new.shape
-    if clock.uniform:
-        at = clock.lengths[0]
-        buffer[:rows, :, at : at + columns] = new
+def _shrunk(buffer: mx.array, rows: int, longest: int) -> mx.array | None:
+    """The buffer, or a smaller copy of its first rows where half of it would be free."""
+    slots, heads, capacity, dim = buffer.shape
+    if not rows:
+        return None
+    fewer = rows if 2 * rows <= slots else slots
+    shorter = _stepped(longest) if 2 * _stepped(longest) <= capacity else capacity
+    if (fewer, shorter) == (slots, capacity):
         return buffer
-    for row, at in enumerate(clock.lengths):
-        buffer[row : row + 1, :, at : at + columns] = new[row : row + 1]
-    return buffer
+    small = mx.zeros((fewer, heads, shorter, dim), dtype=buffer.dtype)
+    small[:, :, :] = buffer[:fewer, :, :shorter]
+    return small
 
 
-def causal_mask(clock: RowClock, columns: int, end: int) -> mx.array | str | None:
-    """Who sees whom: column t of row b sees positions 0..lengths[b]+t.
+def _stepped(positions: int) -> int:
+    return max(1, -(-positions // _STEP)) * _STEP
 
-    Returns None (a single column, all rows alike), "causal" (all rows alike) or a boolean
-    [B, 1, columns, end] mask.
-    """
-    if clock.uniform:
-        return None if columns == 1 else "causal"
-    seen = clock.positions(columns)[:, None, :, None]
-    return mx.arange(end, dtype=mx.int32) <= seen
+
+def _scatter(buffer: mx.array, new: mx.array, positions: mx.array) -> mx.array:
+    """Write [B, heads, T, dim] at positions [B, T], in one operation; free slots get a copy."""
+    free = buffer.shape[0] - new.shape[0]
+    if free:
+        spare = [row % new.shape[0] for row in range(free)]
+        new = mx.concatenate([new, *(new[row : row + 1] for row in spare)])
+        positions = mx.concatenate([positions, *(positions[row : row + 1] for row in spare)])
+    at = mx.broadcast_to(positions[:, None, :, None], new.shape)
+    return mx.put_along_axis(buffer, at, new, axis=2)
+
+
+def _same_kind(ours: mx.array | None, theirs: mx.array) -> None:
+    if ours is None:
+        return
+    mine, other = (ours.shape[1], ours.shape[3]), (theirs.shape[1], theirs.shape[3])
+    if mine != other or ours.dtype != theirs.dtype:
+        raise SeamError(
+            f"rows of {other[0]} heads of size {other[1]} in {theirs.dtype} do not fit rows of "
+            f"{mine[0]} heads of size {mine[1]} in {ours.dtype}"
+        )

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from spec_core.errors import SeamError
 
 LogitRows = Literal["all", "last", "none"]
 """Which positions of a forward reach the head: every one, each row's last valid one, or none."""
-
-_EMPTY: Mapping[str, mx.array] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class Proposal:
     def __post_init__(self) -> None:
         if self.tokens.ndim != 2 or len(self.lengths) != self.tokens.shape[0]:
             raise SeamError(
-                f"proposal has tokens of shape {self.tokens.shape} and {len(self.lengths)} lengths; "
-                "it needs [rows, columns] and one length a row"
+                f"proposal has tokens of shape {self.tokens.shape} and {len(self.lengths)} "
+                "lengths; it needs [rows, columns] and one length a row"
             )
         if any(not 0 <= n <= self.tokens.shape[1] for n in self.lengths):
             raise SeamError(
@@ -124,7 +124,7 @@ class StateImage:
     start: int
     length: int
     per_token: Mapping[str, PerToken] = field(default_factory=lambda: MappingProxyType({}))
-    at_end: Mapping[str, mx.array] = _EMPTY
+    at_end: Mapping[str, mx.array] = field(default_factory=lambda: MappingProxyType({}))
 
 
 class RowState(Protocol):
@@ -299,7 +299,7 @@ class Drafter(Protocol):
 class Constraint(Protocol):
     """A grammar on one row, made on the host. Its state advances by committed tokens only."""
 
-    def masks(self, drafts: Sequence[int]) -> Sequence[Sequence[bool]] | mx.array:
+    def masks(self, drafts: Sequence[int]) -> npt.NDArray[np.bool_]:
         """[len(drafts) + 1, V] allowed tokens: entry i follows the committed text and the
         first i drafts. Where draft i - 1 is itself outside the grammar, entry i is all true."""
 
@@ -307,11 +307,8 @@ class Constraint(Protocol):
         """Commit emitted tokens."""
 
 
-class FinishReason:
-    """Why a row ended."""
-
-    STOP: Literal["stop"] = "stop"
-    LENGTH: Literal["length"] = "length"
+Finish = Literal["stop", "length"]
+"""Why a row ended: an end token, or its budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +346,7 @@ class RowOutcome:
     drafted: int
     accepted: int
     source: str = ""
-    finish: Literal["stop", "length"] | None = None
+    finish: Finish | None = None
     prefill: bool = False
     logprobs: tuple[TokenLogprob, ...] | None = None
 
@@ -391,6 +388,3 @@ class DraftPolicy(Protocol):
 
     def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
         """What the round did, and the wall time from launch to settle."""
-
-
-StateT = TypeVar("StateT", bound=RowState)
