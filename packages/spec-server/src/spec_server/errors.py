@@ -1,0 +1,45 @@
+"""The errors of spec-server: what failed, the value seen, what to do."""
+
+from __future__ import annotations
+
+from spec_core.errors import SpecError
+
+
+class EngineError(SpecError):
+    """The engine cannot do what was asked."""
+
+
+class ModelLoadError(EngineError):
+    """A target, a drafter or a tokenizer could not be loaded as asked."""
+
+
+class EngineClosedError(EngineError):
+    """The engine was closed, or its worker ended."""
+
+
+class PromptError(EngineError):
+    """A prompt cannot be turned into tokens."""
+
+
+class TemplateError(PromptError):
+    """The chat template is missing, or refused the messages; the message quotes its sentence."""
+
+
+class ContextLengthError(PromptError):
+    """A prompt leaves no room for an answer.
+
+    Attributes:
+        prompt_tokens: the prompt's length.
+        limit: the most positions a request may use.
+        requested: the answer tokens asked for, or None.
+    """
+
+    def __init__(self, prompt_tokens: int, limit: int, requested: int | None) -> None:
+        asked = "" if requested is None else f" and {requested} more were requested"
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens{asked}, but the context holds {limit} "
+            "positions in all; shorten the prompt so that at least one position is left"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
+        self.requested = requested

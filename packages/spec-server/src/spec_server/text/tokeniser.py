@@ -1,0 +1,201 @@
+"""A target folder's tokenizer: messages and text to ids, ids to text."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spec_server.errors import ModelLoadError, PromptError, TemplateError
+from spec_server.text.thinking import ThinkingMarkers
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+Message = Mapping[str, Any]
+"""One chat message as templates read it: role, content, tool_calls, reasoning_content, ..."""
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt, ready for the target.
+
+    Attributes:
+        ids: its tokens.
+        opens_thought: it ends inside a thought that the template opened.
+    """
+
+    ids: tuple[int, ...]
+    opens_thought: bool = False
+
+
+class Tokeniser:
+    """Wraps mlx-lm's tokenizer; safe to use from any thread.
+
+    Attributes:
+        end_tokens: ids that end an answer (generation_config.json, config.json, tokenizer).
+        markers: what opens and closes a thought, or None for models that do not think.
+        byte_tokens: ids of byte-fallback tokens.
+    """
+
+    def __init__(self, wrapper: TokenizerWrapper, extra_end_tokens: Sequence[int] = ()) -> None:
+        self._wrapper = wrapper
+        self._lock = threading.Lock()
+        self.end_tokens = frozenset(wrapper.eos_token_ids) | frozenset(extra_end_tokens)
+        self.markers = (
+            ThinkingMarkers(wrapper.think_start, wrapper.think_end)
+            if wrapper.has_thinking
+            else None
+        )
+        vocabulary: dict[str, int] = wrapper.get_vocab()
+        self.byte_tokens = frozenset(
+            i for token, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(token)
+        )
+        self._hidden = _hidden_tokens(wrapper)
+
+    @classmethod
+    def load(cls, folder: Path, *, trust_remote_code: bool = False) -> Tokeniser:
+        """Load the tokenizer of a target folder.
+
+        Raises:
+            ModelLoadError: the files are missing or damaged, or the folder brings its own code.
+        """
+        from mlx_lm.utils import load_tokenizer
+
+        try:
+            wrapper = load_tokenizer(folder, {"trust_remote_code": trust_remote_code})
+        except Exception as error:  # the libraries below raise a wide range of types
+            raise ModelLoadError(
+                f"the tokenizer in {folder} could not be loaded: {_sentence(error)}"
+            ) from error
+        return cls(wrapper, _configured_end_tokens(folder))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._wrapper.has_chat_template)
+
+    def encode(self, text: str) -> Prompt:
+        """Plain text, with the tokenizer's own beginning-of-text token unless it is there.
+
+        Raises:
+            PromptError: the text has no tokens.
+        """
+        bos: str | None = self._wrapper.bos_token
+        special = bos is None or not text.startswith(bos)
+        ids = self._encode(text, special)
+        if not ids:
+            raise PromptError("the prompt is empty; give at least one character")
+        return Prompt(ids)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        thinking: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """Messages through the model's chat template, up to where the answer begins.
+
+        Args:
+            thinking: the template's `enable_thinking`; None leaves the template's own default.
+            tools: function descriptions as JSON schemas.
+            options: further variables for the template.
+
+        Raises:
+            TemplateError: there is no template, or it refused the messages.
+        """
+        if not self.has_chat_template:
+            raise TemplateError(
+                "this model has no chat template, so it cannot take messages; "
+                "give it plain text instead (in the terminal: --no-chat-template)"
+            )
+        variables = dict(options or {})
+        if thinking is not None:
+            variables["enable_thinking"] = thinking
+        text = self._apply_template(messages, tools, variables)
+        opened = self.markers is not None and text.rstrip().endswith(self.markers.start)
+        return Prompt(self._encode(text, special=False), opened)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids. Special tokens are left out, a model's own markers for thoughts and
+        tool calls are not; ids beyond the tokenizer's vocabulary have no text."""
+        shown = [i for i in ids if i not in self._hidden]
+        text: str = self._wrapper.decode(
+            shown, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, special tokens included; a part of a character is shown as
+        replacement characters."""
+        text: str = self._wrapper.decode([token], skip_special_tokens=False)
+        return text
+
+    def _apply_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: dict[str, Any],
+    ) -> str:
+        # The wrapper's method sets `enable_thinking` where the caller did not; a template's own
+        # default is kept by going to the tokenizer below it.
+        below = self._wrapper._tokenizer
+        renderer = self._wrapper if below.chat_template is None else below
+        try:
+            with self._lock:
+                text = renderer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] if tools else None,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **variables,
+                )
+        except Exception as error:  # templates raise whatever their expressions do
+            raise TemplateError(
+                f"the model's chat template refused the messages: {_sentence(error)}"
+            ) from error
+        return str(text)
+
+    def _encode(self, text: str, special: bool) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(self._wrapper.encode(text, add_special_tokens=special))
+
+
+def _hidden_tokens(wrapper: TokenizerWrapper) -> frozenset[int]:
+    """Special tokens, the markers of thoughts and tool calls aside."""
+    shown = {
+        token
+        for ids in (
+            wrapper.think_start_tokens,
+            wrapper.think_end_tokens,
+            wrapper.tool_call_start_tokens,
+            wrapper.tool_call_end_tokens,
+        )
+        for token in ids or ()
+    }
+    added = wrapper.added_tokens_decoder
+    special = {i for i, token in added.items() if token.special} | set(wrapper.all_special_ids)
+    return frozenset(special - shown)
+
+
+def _configured_end_tokens(folder: Path) -> tuple[int, ...]:
+    """End tokens named in generation_config.json and config.json."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.is_file():
+            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return tuple(found)
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text or type(error).__name__
