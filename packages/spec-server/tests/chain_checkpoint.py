@@ -8,6 +8,7 @@ the script; added tokens set the token borders.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,7 +102,7 @@ def _successors(
     successor: dict[int, int] = {}
     for selector, pieces in scripts.items():
         ids = [token(selector), *map(token, pieces), end]
-        for before, after in zip(ids, ids[1:], strict=False):
+        for before, after in itertools.pairwise(ids):
             assert successor.get(before, after) == after, f"token {before} has two successors"
             successor[before] = after
     return successor, end

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
 from spec_core.errors import InvalidValueError
 from spec_server.text import AnswerText, Detokeniser, StopMatcher, ThinkingSplit, Tokeniser
 from spec_server.text.thinking import ThinkingMarkers
-from tokenizers import Tokenizer, decoders, models
 
 MARKERS = ThinkingMarkers("<think>", "</think>")
 

@@ -69,7 +69,9 @@ class Tokeniser:
         from mlx_lm.utils import load_tokenizer
 
         try:
-            wrapper = load_tokenizer(folder, {"trust_remote_code": trust_remote_code})
+            wrapper = load_tokenizer(  # type: ignore[no-untyped-call]
+                folder, {"trust_remote_code": trust_remote_code}
+            )
         except Exception as error:  # the libraries below raise a wide range of types
             raise ModelLoadError(
                 f"the tokenizer in {folder} could not be loaded: {_sentence(error)}"
@@ -104,6 +106,7 @@ class Tokeniser:
         """Messages through the model's chat template, up to where the answer begins.
 
         Args:
+            messages: the conversation, oldest first.
             thinking: the template's `enable_thinking`; None leaves the template's own default.
             tools: function descriptions as JSON schemas.
             options: further variables for the template.
