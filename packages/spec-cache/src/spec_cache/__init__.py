@@ -1,0 +1,1 @@
+"""A content-addressed prefix cache for MLX models, in memory and on disk."""
