@@ -64,14 +64,18 @@ class RowClock:
             raise SeamError(f"valid is {real}; it must be {self.rows} values in 0..{columns}")
         self.provisional, self.valid = columns, real
 
-    def commit(self, keep: Sequence[int]) -> None:
-        """Keep the first keep[b] provisional columns of row b. Raises SeamError if out of range."""
+    def check(self, keep: Sequence[int]) -> None:
+        """Raise SeamError unless `commit(keep)` fits the provisional forward."""
         if len(keep) != self.rows or any(
             not 0 <= k <= v for k, v in zip(keep, self.valid, strict=True)
         ):
             raise SeamError(
                 f"commit({list(keep)}) does not fit {self.valid} valid provisional columns"
             )
+
+    def commit(self, keep: Sequence[int]) -> None:
+        """Keep the first keep[b] provisional columns of row b. Raises SeamError if out of range."""
+        self.check(keep)
         self.lengths = [n + k for n, k in zip(self.lengths, keep, strict=True)]
         self.provisional, self.valid = 0, [0] * self.rows
 
@@ -94,11 +98,15 @@ class RowClock:
         if self.provisional:
             raise SeamError("rows cannot move while a forward is provisional; commit it first")
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order. Raises SeamError unless they are distinct rows."""
+    def check_rows(self, rows: Sequence[int]) -> None:
+        """Raise SeamError unless `select(rows)` names distinct rows between forwards."""
         self.settled()
         if len(set(rows)) != len(rows) or any(not 0 <= r < self.rows for r in rows):
             raise SeamError(f"select({list(rows)}) does not name distinct rows of {self.rows}")
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order. Raises SeamError as `check_rows`."""
+        self.check_rows(rows)
         self.lengths = [self.lengths[row] for row in rows]
         self.valid = [0] * len(rows)
 

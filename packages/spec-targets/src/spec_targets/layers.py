@@ -1,0 +1,194 @@
+"""Layer caches: what an mlx-lm model sees as one layer's cache, and what a state does with it.
+
+Towards the model a layer cache looks like mlx-lm's own object of that kind (`offset`,
+`update_and_fetch`, `make_mask`, ...). Towards the state it is a `LayerCache`. The lengths of the
+rows are in one RowClock that all layers share; a `Frame` holds what a forward works out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol, Self
+
+import mlx.core as mx
+
+from spec_core.errors import SeamError
+from spec_core.kv import KVRows, QuantizedKVRows, RowClock, boolean_mask, causal_mask
+from spec_core.seams import PerToken
+from spec_targets.errors import UnsupportedTargetError
+
+Mask = mx.array | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """How a layer stores what it remembers.
+
+    Attributes:
+        kv_bits: None for the model's own type, or 4 or 8.
+        group_size: how many quantised numbers share a scale.
+    """
+
+    kv_bits: int | None = None
+    group_size: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LayerImage:
+    """One layer's part of a StateImage; names are the layer's own."""
+
+    per_token: Mapping[str, PerToken] = field(default_factory=lambda: MappingProxyType({}))
+    at_end: Mapping[str, mx.array] = field(default_factory=lambda: MappingProxyType({}))
+
+
+class LayerCache(Protocol):
+    """What a state asks of a layer. The clock moves after the layers have done their part."""
+
+    def begin(self, columns: int) -> None:
+        """A forward of `columns` provisional columns opens."""
+
+    def commit(self, keep: Sequence[int]) -> None:
+        """Keep the first keep[b] provisional columns of row b. The clock still has the old
+        lengths. Lazy."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows in this order; the clock still counts the old ones."""
+
+    def join(self, other: Self) -> None:
+        """Append the rows of `other`; the clock still counts ours only."""
+
+    def image(self, row: int, start: int) -> LayerImage:
+        """Owned copies, lazy: the state evaluates all layers at once."""
+
+    def restore(self, row: int, image: LayerImage, start: int, length: int) -> None:
+        """Write an image into a row; the clock still has length 0 for it."""
+
+    def pending(self) -> Sequence[mx.array]:
+        """The live buffers."""
+
+
+class Frame:
+    """What all layers of one forward share: where it starts, and its masks.
+
+    Attributes:
+        clock: the rows' lengths.
+        offset: where the first column goes: an int if all rows agree, else [B].
+    """
+
+    __slots__ = ("_masks", "clock", "offset")
+
+    def __init__(self, clock: RowClock) -> None:
+        self.clock = clock
+        self.offset: int | mx.array = 0
+        self._masks: dict[tuple[int, bool, int | None], Mask] = {}
+
+    def open(self) -> None:
+        """A forward begins."""
+        self.offset = self.clock.offset()
+        self._masks = {}
+
+    def mask(self, columns: int, as_array: bool, window: int | None) -> Mask:
+        """The mask over left-aligned rows, as spec_core.kv.causal_mask; built once a forward."""
+        key = (columns, as_array, window)
+        if key not in self._masks:
+            end = self.clock.longest + columns
+            make = boolean_mask if as_array and columns > 1 else causal_mask
+            self._masks[key] = make(self.clock, columns, end, window)
+        return self._masks[key]
+
+
+class FullLayer:
+    """Full attention: looks like mlx-lm's KVCache, stores in KVRows."""
+
+    __slots__ = ("_frame", "_rows")
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+        self._rows: KVRows | QuantizedKVRows = KVRows(frame.clock)
+
+    # Towards the model.
+
+    @property
+    def offset(self) -> int | mx.array:
+        return self._frame.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        return self._rows.append(keys, values)
+
+    def make_mask(
+        self, columns: int, return_array: bool = False, window_size: int | None = None
+    ) -> Mask:
+        return self._frame.mask(columns, return_array, window_size)
+
+    # Towards the state.
+
+    def begin(self, columns: int) -> None:
+        pass
+
+    def commit(self, keep: Sequence[int]) -> None:
+        pass
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows.select(rows)
+
+    def join(self, other: FullLayer) -> None:
+        self._rows.join(other._rows)  # type: ignore[arg-type]
+
+    def image(self, row: int, start: int) -> LayerImage:
+        arrays = self._rows.image(row, start)
+        return LayerImage(per_token={name: PerToken(array) for name, array in arrays.items()})
+
+    def restore(self, row: int, image: LayerImage, start: int, length: int) -> None:
+        if start or any(each.array.shape[0] != length for each in image.per_token.values()):
+            raise SeamError(
+                f"full attention resumes at {length} only from positions 0..{length - 1}; "
+                f"the image starts at {start}"
+            )
+        self._rows.restore(row, {name: each.array for name, each in image.per_token.items()})
+
+    def pending(self) -> Sequence[mx.array]:
+        return self._rows.pending()
+
+
+class QuantizedFullLayer(FullLayer):
+    """Full attention over quantised keys and values; mlx-lm recognises it by `bits`."""
+
+    __slots__ = ("bits", "group_size")
+
+    def __init__(self, frame: Frame, bits: int, group_size: int) -> None:
+        self._frame = frame
+        self._rows = QuantizedKVRows(frame.clock, bits, group_size)
+        self.bits = bits
+        self.group_size = group_size
+
+
+def group_size_for(head_sizes: Sequence[int]) -> int:
+    """The largest of 64 and 32 that divides all head sizes, as quantised storage needs.
+
+    Raises UnsupportedTargetError if neither does.
+    """
+    for size in (64, 32):
+        if all(head % size == 0 for head in head_sizes):
+            return size
+    raise UnsupportedTargetError(
+        f"keys and values with heads of size {sorted(set(head_sizes))} cannot be quantised: the "
+        "size must be a multiple of 32; leave kv_bits out"
+    )
+
+
+def full_layer(like: object, frame: Frame, options: LayerOptions) -> LayerCache:
+    """A layer cache in place of mlx-lm's KVCache."""
+    if options.kv_bits is None:
+        return FullLayer(frame)
+    return QuantizedFullLayer(frame, options.kv_bits, options.group_size)
+
+
+LayerMaker = Callable[[Any, Frame, LayerOptions], LayerCache]
+"""(mlx-lm's own cache object, frame, options) -> ours in its place."""
+
+LAYER_KINDS: Mapping[str, LayerMaker] = MappingProxyType(
+    {"KVCache": full_layer, "QuantizedKVCache": full_layer}
+)
+"""By the class name of mlx-lm's own cache: what stands in for it in every family."""

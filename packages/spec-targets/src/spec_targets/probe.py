@@ -1,0 +1,261 @@
+"""The load-time proof: a few tokens through the model's own call, and through ours.
+
+The reference is the model with mlx-lm's own caches. Against it are checked: logits of one row,
+commit of a part, rows of different length, the last column alone, the taps, and whether the
+embedding and the head can be lent. What cannot be proven is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from spec_core.kv import RowClock
+from spec_targets.anatomy import Anatomy, Lender, Scales
+from spec_targets.errors import UnsupportedTargetError
+from spec_targets.families import Family
+from spec_targets.layers import Frame, LayerOptions, group_size_for
+from spec_targets.state import LayeredState
+from spec_targets.swap import Recorder, Swap, Wrapping, swapped, with_hidden
+from spec_targets.target import Bones, Runner
+
+_PROMPT = 3
+_CONTINUATION = 2
+
+
+class ProofError(Exception):
+    """A property does not hold; the message says which, and by how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the model itself gives, with its own caches, for 3 tokens and then 2.
+
+    Attributes:
+        tokens: [1, 5].
+        logits: [1, 5, V].
+        taps: embedding output, then each layer's output, [1, 3, H] each, for the first 3
+            tokens; empty if they could not be recorded.
+        normed: [1, 3, H] what the head got, or None.
+        refused: why there are no taps.
+    """
+
+    tokens: mx.array
+    logits: mx.array
+    taps: tuple[mx.array, ...]
+    normed: mx.array | None
+    refused: str
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What was proven.
+
+    Attributes:
+        taps_refused: why the target has no taps; "" if it has.
+        lender: embedding and head, if proven.
+        scales: what surrounds them.
+    """
+
+    taps_refused: str
+    lender: Lender | None
+    scales: Scales
+
+
+def refer(bones: Bones, vocab_size: int) -> Reference:
+    """Run the model itself over its own caches, recording taps and what the head gets."""
+    anatomy, caches = bones.anatomy, bones.own_caches()
+    tokens = _tokens(vocab_size)
+    recorder = Recorder(anatomy.layers)
+    asked = tuple(range(-1, len(anatomy.layers)))
+    normed: list[mx.array] = []
+    swaps = recorder.swaps(asked)
+    if anatomy.inner is not None:
+        swaps.append((anatomy.inner, Wrapping(_keeping(normed))))
+    with swapped(swaps):
+        first = anatomy.model(tokens[:, :_PROMPT], cache=caches)
+    taps, refused = _taken(recorder, asked)
+    second = anatomy.model(tokens[:, _PROMPT:], cache=caches)
+    logits = mx.concatenate([first, second], axis=1)
+    mx.eval(logits, taps, normed)
+    return Reference(
+        tokens=tokens,
+        logits=logits,
+        taps=taps,
+        normed=normed[0] if len(normed) == 1 else None,
+        refused=refused,
+    )
+
+
+def prove(bones: Bones, reference: Reference, candidates: Sequence[Scales]) -> Findings:
+    """All proofs. Raises UnsupportedTargetError where even plain decoding would be wrong."""
+    runner = Runner(bones)
+    try:
+        _prove_row(runner, reference)
+        _prove_ragged(runner, reference)
+    except Exception as failure:  # whatever the model's code raises is a failed proof
+        raise UnsupportedTargetError(
+            f"this model cannot be decoded exactly over our caches: {failure}"
+        ) from failure
+    refused = reference.refused or _refusal(lambda: _prove_taps(bones, runner, reference))
+    lender, scales = _lend(bones.anatomy, reference, candidates)
+    return Findings(taps_refused=refused, lender=lender, scales=scales)
+
+
+def options_for(family: Family, model: Module, kv_bits: int | None) -> LayerOptions:
+    """Storage options that fit the model's heads.
+
+    Raises UnsupportedTargetError if none do, or if a cache kind cannot be taken back exactly.
+    """
+    caches = family.own_caches(model, LayerOptions())
+    family.new_layers(caches, Frame(RowClock(1)), LayerOptions())
+    if kv_bits is None:
+        return LayerOptions()
+    model(_tokens(256)[:, :1], cache=caches)  # for the shapes; nothing is evaluated
+    stored = (getattr(cache, name, None) for cache in caches for name in ("keys", "values"))
+    sizes = [each.shape[-1] for each in stored if isinstance(each, mx.array)]
+    return LayerOptions(kv_bits=kv_bits, group_size=group_size_for(sizes))
+
+
+def _tokens(vocab_size: int) -> mx.array:
+    """Five different ids, spread over the vocabulary."""
+    count = _PROMPT + _CONTINUATION
+    return mx.array([[(vocab_size * (2 * i + 1)) // (2 * count) for i in range(count)]])
+
+
+def _taken(recorder: Recorder, asked: Sequence[int]) -> tuple[tuple[mx.array, ...], str]:
+    try:
+        return recorder.take(asked), ""
+    except (ValueError, KeyError) as failure:
+        return (), str(failure)
+
+
+def _keeping(kept: list[mx.array]) -> Callable[..., Any]:
+    def wrapper(module: Any, own: Any, args: Any, kwargs: Any) -> Any:
+        kept.append(own(module, *args, **kwargs))
+        return kept[-1]
+
+    return wrapper
+
+
+def _prove_row(runner: Runner, reference: Reference) -> None:
+    """One row: logits, and a commit of one of three columns."""
+    tokens, logits = reference.tokens, reference.logits
+    state = runner.new_state(1)
+    _same("logits", _run(runner, tokens[:, :_PROMPT], state), logits[:, :_PROMPT])
+    state.commit([_PROMPT])
+    wrong = mx.concatenate([tokens[:, _PROMPT : _PROMPT + 1], tokens[:, :2]], axis=1)
+    mx.eval(_run(runner, wrong, state))
+    state.commit([1])
+    last = tokens[:, _PROMPT + 1 :]
+    _same("logits after a partial commit", _run(runner, last, state), logits[:, _PROMPT + 1 :])
+
+
+def _prove_ragged(runner: Runner, reference: Reference) -> None:
+    """Two rows of which one keeps one token of three: each goes on as if alone."""
+    tokens, logits = reference.tokens, reference.logits
+    state = runner.new_state(2)
+    both = mx.concatenate([tokens[:, :_PROMPT]] * 2)
+    valid = (_PROMPT, 1)
+    last = runner.run(both, state, (), "last", valid).logits
+    expected = mx.concatenate([logits[:, _PROMPT - 1 : _PROMPT], logits[:, :1]])
+    _same("logits of the last columns", last, expected)
+    state.commit(valid)
+    further = mx.concatenate([tokens[:, _PROMPT:], tokens[:, 1:_PROMPT]])
+    got = _run(runner, further, state)
+    expected = mx.concatenate([logits[:, _PROMPT:], logits[:, 1:_PROMPT]])
+    _same("logits of rows of different length", got, expected)
+
+
+def _prove_taps(bones: Bones, runner: Runner, reference: Reference) -> None:
+    """Tapped logits equal untapped ones; every tap is the whole output of its layer at the
+    right rows: with the layer's output replaced by the tap, other tokens give the same logits."""
+    asked = tuple(range(-1, len(bones.anatomy.layers)))
+    state = runner.new_state(1)
+    prompt = reference.tokens[:, :_PROMPT]
+    forward = runner.run(prompt, state, asked, "all", None)
+    _same("tapped logits", forward.logits, reference.logits[:, :_PROMPT])
+    for tap, theirs in zip(forward.taps, reference.taps, strict=True):
+        _same("taps", tap, theirs)
+    last = len(bones.anatomy.layers) - 1
+    for layer in sorted({last, last // 2}):
+        replayed = _replayed(bones, reference, layer)
+        _same(f"logits from the tap of layer {layer}", replayed, reference.logits[:, :_PROMPT])
+
+
+def _replayed(bones: Bones, reference: Reference, layer: int) -> mx.array:
+    """Logits of other tokens when `layer` returns its recorded tap."""
+    tap = reference.taps[layer + 1]
+
+    def wrapper(module: Any, own: Any, args: Any, kwargs: Any) -> Any:
+        return with_hidden(own(module, *args, **kwargs), tap)
+
+    swap: Swap = (bones.anatomy.layers[layer], Wrapping(wrapper))
+    others = reference.tokens[:, _CONTINUATION : _CONTINUATION + _PROMPT]
+    with swapped([swap]):
+        logits: mx.array = bones.anatomy.model(others, cache=bones.own_caches())
+    return logits
+
+
+def _lend(
+    anatomy: Anatomy, reference: Reference, candidates: Sequence[Scales]
+) -> tuple[Lender | None, Scales]:
+    """Embedding and head, if embedding times scale is what layer 0 gets, and head of the normed
+    states, capped, is the logits."""
+    normed = reference.normed
+    lendable = hasattr(anatomy.embedding, "as_linear")
+    if anatomy.embedding is None or not lendable or normed is None or not reference.taps:
+        return None, candidates[0]
+    lender = Lender(anatomy.embedding, anatomy.head)
+    rows = lender.embed(reference.tokens[:, :_PROMPT])
+    raw = lender.unembed(normed)
+    logits = reference.logits[:, :_PROMPT]
+    for scales in candidates:
+        cap = scales.softcap
+        capped = raw if cap is None else mx.tanh(raw / cap) * cap
+        if _close(rows * scales.embed, reference.taps[0]) and _close(capped, logits):
+            return lender, scales
+    return None, candidates[0]
+
+
+def _run(runner: Runner, tokens: mx.array, state: LayeredState) -> mx.array | None:
+    return runner.run(tokens, state, (), "all", None).logits
+
+
+def _refusal(proof: Callable[[], None]) -> str:
+    try:
+        proof()
+    except Exception as failure:  # as in `prove`
+        return str(failure) or type(failure).__name__
+    return ""
+
+
+def _same(what: str, ours: mx.array | None, theirs: mx.array) -> None:
+    """Raise ProofError unless the arrays agree within what their type's arithmetic allows."""
+    if ours is None or ours.shape != theirs.shape:
+        shape = None if ours is None else ours.shape
+        raise ProofError(f"{what} have shape {shape} where the model's own have {theirs.shape}")
+    off = _distance(ours, theirs)
+    if not off <= _tolerance(theirs.dtype):
+        raise ProofError(f"{what} differ from the model's own by {off:.2g} of their size")
+
+
+def _close(ours: mx.array, theirs: mx.array) -> bool:
+    return ours.shape == theirs.shape and _distance(ours, theirs) <= _tolerance(theirs.dtype)
+
+
+def _distance(ours: mx.array, theirs: mx.array) -> float:
+    """Largest difference, relative to the largest magnitude of theirs."""
+    a, b = ours.astype(mx.float32), theirs.astype(mx.float32)
+    finite = mx.where(mx.isinf(b) & (a == b), 0, mx.abs(a - b))
+    size = mx.abs(mx.where(mx.isinf(b), 0, b)).max()
+    relative: float = (finite.max() / mx.maximum(size, 1e-6)).item()  # type: ignore[assignment]
+    return relative
+
+
+def _tolerance(dtype: mx.Dtype) -> float:
+    return 1e-3 if dtype == mx.float32 else 3e-2

@@ -1,0 +1,163 @@
+"""An mlx-lm model as a Target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from spec_core.errors import SeamError, UnsupportedError
+from spec_core.seams import EmbeddingLender, Forward, LogitRows, TargetInfo, TargetState
+from spec_targets.anatomy import Anatomy
+from spec_targets.families import Family
+from spec_targets.layers import LayerOptions
+from spec_targets.state import LayeredState
+from spec_targets.swap import Recorder, Swap, Wrapping, swapped
+
+
+@dataclass(frozen=True, slots=True)
+class Bones:
+    """A model taken apart, with all that is needed to run it over our caches."""
+
+    anatomy: Anatomy
+    family: Family
+    options: LayerOptions
+
+    def own_caches(self) -> list[Any]:
+        """Fresh caches of mlx-lm's own."""
+        return self.family.own_caches(self.anatomy.model, self.options)
+
+
+class Runner:
+    """Runs a model over our caches: class swaps for taps and last rows, nothing else.
+
+    It knows nothing of what was proven; ModelTarget does.
+    """
+
+    def __init__(self, bones: Bones) -> None:
+        self._bones = bones
+        self._model = bones.anatomy.model
+        self._recorder = Recorder(bones.anatomy.layers)
+        self._narrowing = Wrapping(self._narrow)
+        self._pick: Callable[[mx.array], mx.array] = _same
+
+    def new_state(self, rows: int) -> LayeredState:
+        family, options, own = self._bones.family, self._bones.options, self._bones.own_caches()
+        return LayeredState(rows, lambda frame: family.new_layers(own, frame, options))
+
+    def run(
+        self,
+        tokens: mx.array,
+        state: LayeredState,
+        taps: Sequence[int],
+        logits: LogitRows,
+        valid: Sequence[int] | None,
+    ) -> Forward:
+        """One provisional forward; if it raises, the state is as before."""
+        state.begin(tokens.shape[1], valid)
+        try:
+            return self._forward(tokens, state, taps, logits)
+        except BaseException:
+            state.commit([0] * state.rows)
+            raise
+        finally:
+            self._recorder.clear()
+            self._pick = _same
+
+    def _forward(
+        self, tokens: mx.array, state: LayeredState, taps: Sequence[int], logits: LogitRows
+    ) -> Forward:
+        swaps = [*self._bones.family.swaps(self._bones.anatomy, state.layers)]
+        swaps += self._recorder.swaps(taps)
+        last = last_column(state.valid, tokens.shape[1]) if logits == "last" else _same
+        inner = self._bones.anatomy.inner
+        if inner is not None and last is not _same:
+            self._pick, last = last, _same
+            swaps.append((inner, self._narrowing))
+        out = self._call(tokens, state.layers, swaps)
+        recorded = self._recorder.take(taps) if taps else ()
+        # The head of an unwanted forward is never evaluated: arrays are lazy.
+        return Forward(logits=None if logits == "none" else last(out), taps=recorded)
+
+    def _call(self, tokens: mx.array, caches: list[Any], swaps: Sequence[Swap]) -> mx.array:
+        if not swaps:
+            out: mx.array = self._model(tokens, cache=caches)
+            return out
+        with swapped(swaps):
+            out = self._model(tokens, cache=caches)
+        return out
+
+    def _narrow(
+        self,
+        inner: Module,
+        own: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        return self._pick(own(inner, *args, **kwargs))
+
+
+def _same(hidden: mx.array) -> mx.array:
+    return hidden
+
+
+def last_column(valid: Sequence[int], columns: int) -> Callable[[mx.array], mx.array]:
+    """Picks column valid[b] - 1 of [B, T, ...], giving [B, 1, ...]."""
+    at = [max(v - 1, 0) for v in valid]
+    if len(set(at)) == 1:
+        first = at[0]
+        return _same if columns == 1 else lambda hidden: hidden[:, first : first + 1]
+    index = mx.array(at, dtype=mx.int32)[:, None, None]
+    return lambda hidden: mx.take_along_axis(hidden, index, axis=1)
+
+
+class ModelTarget:
+    """A proven mlx-lm model. See spec_core.seams.Target; made by `spec_targets.build_target`.
+
+    Args:
+        runner: runs the model.
+        info: what was found and proven.
+        lender: its embedding and head, or None if they could not be proven.
+    """
+
+    def __init__(self, runner: Runner, info: TargetInfo, lender: EmbeddingLender | None) -> None:
+        self._runner = runner
+        self._info = info
+        self._lender = lender
+
+    @property
+    def info(self) -> TargetInfo:
+        return self._info
+
+    @property
+    def lender(self) -> EmbeddingLender | None:
+        return self._lender
+
+    def new_state(self, rows: int) -> LayeredState:
+        return self._runner.new_state(rows)
+
+    def forward(
+        self,
+        tokens: mx.array,
+        state: TargetState,
+        *,
+        taps: Sequence[int] = (),
+        logits: LogitRows = "all",
+        valid: Sequence[int] | None = None,
+    ) -> Forward:
+        if not isinstance(state, LayeredState):
+            raise SeamError(f"{type(state).__name__} is not a state of this target")
+        if tokens.ndim != 2 or tokens.shape[0] != state.rows or not tokens.shape[1]:
+            raise SeamError(f"tokens of shape {tokens.shape} do not fit {state.rows} rows")
+        if taps:
+            self._check_taps(taps)
+        return self._runner.run(tokens, state, taps, logits, valid)
+
+    def _check_taps(self, taps: Sequence[int]) -> None:
+        if not self._info.tappable:
+            raise UnsupportedError(f"this target has no taps: {self._info.taps_refused}")
+        if any(not -1 <= tap < self._info.num_layers for tap in taps):
+            raise SeamError(f"taps {list(taps)} do not lie in -1..{self._info.num_layers - 1}")
