@@ -17,6 +17,8 @@ from spec_core.testing.target import TinyTarget
 
 @dataclass(slots=True)
 class TextRow:
+    """One row's text from position `base` on, and a target run over its first `fed` tokens."""
+
     base: int
     tokens: list[int]
     fed: int = 0
