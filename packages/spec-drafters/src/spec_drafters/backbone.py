@@ -1,0 +1,277 @@
+"""The layers of a block drafter: context rows to keys and values, a block to hidden states.
+
+Shapes: B rows, n context columns, T block slots, L layers, H hidden, D head_dim. Context never
+runs through the layers: C = rms(fc(taps); hidden_norm) is projected by every layer's own key
+and value matrices, and the result is all that a state keeps. A block slot attends to the
+context rows and to the other slots of its block. (DeepSpec, modeling/dspark; z-lab, dflash.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from spec_core.kv import KVRows
+from spec_drafters.linear import Weights, linear
+from spec_drafters.spec import DrafterSpec, LayerAttention, Rope
+
+Offset = int | mx.array
+"""The absolute position of the first column: one int, or [B] int32."""
+
+KeysValues = tuple[mx.array, mx.array]
+
+
+class Sight:
+    """Who sees whom in one block pass over T slots, in columns of the key/value buffers.
+
+    Column c of row b holds one of its `lengths[b]` context rows, or a block slot from column
+    lengths[b] on; what lies beyond is stale and must not be seen.
+    """
+
+    def __init__(self, lengths: Sequence[int], slots: int) -> None:
+        self._lengths = lengths
+        self._slots = slots
+        self._uniform = len(set(lengths)) == 1
+        self._end = max(lengths) + slots
+
+    def first(self, attention: LayerAttention) -> int:
+        """The first column that any slot of any row sees."""
+        if attention.window is None:
+            return 0
+        return max(0, min(self._lengths) - attention.window + 1)
+
+    def mask(self, attention: LayerAttention, queries: slice) -> mx.array | None:
+        """[B or 1, 1, queries or 1, columns from `first` on], or None: all see all."""
+        limited = attention.causal or attention.window is not None
+        if self._uniform and not limited:
+            return None
+        lengths = self._lengths[:1] if self._uniform else self._lengths
+        row = mx.array(list(lengths), dtype=mx.int32)[:, None, None, None]
+        column = mx.arange(self.first(attention), self._end, dtype=mx.int32)
+        if not limited:
+            return column < row + self._slots
+        query = row + mx.arange(queries.start, queries.stop, dtype=mx.int32)[:, None]
+        seen = column <= query if attention.causal else column < row + self._slots
+        if attention.window is not None:
+            seen = mx.logical_and(seen, column > query - attention.window)
+        return seen
+
+
+class Rotary:
+    """RoPE over the last axis of [B, heads, T, D], at absolute positions."""
+
+    def __init__(self, rope: Rope, dim: int) -> None:
+        self._dim = dim
+        self._interleaved = rope.interleaved
+        self._theta = rope.theta
+        self._periods: mx.array | None = None
+        if rope.partial < 1:
+            moving = int(rope.partial * dim / 2)
+            exponents = mx.arange(0, 2 * moving, 2, dtype=mx.float32) / dim
+            still = mx.full((dim // 2 - moving,), float("inf"))
+            self._periods = mx.concatenate([rope.theta**exponents, still])
+
+    def __call__(self, x: mx.array, offset: Offset) -> mx.array:
+        return mx.fast.rope(
+            x,
+            self._dim,
+            traditional=self._interleaved,
+            base=self._theta if self._periods is None else None,
+            scale=1.0,
+            offset=offset,
+            freqs=self._periods,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What the layers of one block pass share."""
+
+    sight: Sight
+    offset: Offset
+    caches: Sequence[KVRows]
+
+
+class KeyValueProjector:
+    """Every layer's key and value matrices as one stack [L, rows, H].
+
+    Context rows go through all of them at once, a block's slots through one at a time. Keys are
+    normed and rotated; values are raw in the Qwen3 backbone and normed without weight in
+    Gemma 4's, where they may be the raw keys.
+    """
+
+    def __init__(self, spec: DrafterSpec, weights: Weights) -> None:
+        names = ("k_proj.weight",) if spec.keys_as_values else ("k_proj.weight", "v_proj.weight")
+        layers = [weights.under(f"layers.{i}.self_attn.") for i in range(spec.num_layers)]
+        stack = mx.stack([mx.concatenate([at.raw(name) for name in names]) for at in layers])
+        self._all = linear(stack, weights.precision)
+        self._each = [self._all[i] for i in range(spec.num_layers)]
+        self._norms = mx.stack([at.vector("k_norm.weight") for at in layers])
+        self._heads, self._dim, self._eps = spec.num_kv_heads, spec.head_dim, spec.norm_eps
+        self._shared = spec.keys_as_values
+        self._norm_values = spec.backbone == "gemma4"
+        self.rotary = Rotary(spec.rope, spec.head_dim)
+
+    def context(self, x: mx.array, offset: Offset) -> list[KeysValues]:
+        """[B, n, H] context rows to each layer's keys and values [B, heads, n, D]."""
+        rows, columns, width = x.shape
+        layers = len(self._each)
+        raw = self._all(x.reshape(1, rows * columns, width))
+        norms = mx.repeat(self._norms, rows, axis=0)[:, None, None]
+        offset = mx.tile(offset, layers) if isinstance(offset, mx.array) else offset
+        keys, values = self._shape(raw.reshape(layers * rows, columns, -1), norms, offset)
+        each = (layers, rows, *keys.shape[1:])
+        return list(zip(keys.reshape(each), values.reshape(each), strict=True))
+
+    def block(self, layer: int, x: mx.array, offset: Offset) -> KeysValues:
+        """[B, T, H] normed slots to one layer's keys and values [B, heads, T, D]."""
+        return self._shape(self._each[layer](x), self._norms[layer], offset)
+
+    def _shape(self, raw: mx.array, norm: mx.array, offset: Offset) -> KeysValues:
+        rows, columns, _ = raw.shape
+        raw = raw.reshape(rows, columns, -1, self._heads, self._dim)
+        keys, values = raw[:, :, 0], raw[:, :, 0 if self._shared else 1]
+        keys = (mx.fast.rms_norm(keys, None, self._eps) * norm).swapaxes(1, 2)
+        if self._norm_values:
+            values = mx.fast.rms_norm(values, None, self._eps)
+        return self.rotary(keys, offset), values.swapaxes(1, 2)
+
+
+class Attention:
+    """One layer's attention of block slots to context rows and to each other."""
+
+    def __init__(
+        self, spec: DrafterSpec, layer: int, weights: Weights, projector: KeyValueProjector
+    ) -> None:
+        self._layer = layer
+        self._heads, self._dim, self._eps = spec.num_heads, spec.head_dim, spec.norm_eps
+        self._kind = spec.attention[layer]
+        self._scale = spec.head_dim**-0.5 if spec.backbone == "qwen3" else 1.0
+        self._query = weights.linear("q_proj.weight")
+        self._output = weights.linear("o_proj.weight")
+        self._query_norm = weights.vector("q_norm.weight")
+        self._projector = projector
+
+    def __call__(self, x: mx.array, run: Pass, queries: slice) -> mx.array:
+        """[B, T, H] normed slots to [B, queries, H]."""
+        query = self._queries(x[:, queries], run.offset + queries.start)
+        keys, values = self._projector.block(self._layer, x, run.offset)
+        keys, values = run.caches[self._layer].append(keys, values)
+        first = run.sight.first(self._kind)
+        if first:
+            keys, values = keys[:, :, first:], values[:, :, first:]
+        mask = run.sight.mask(self._kind, queries)
+        out = mx.fast.scaled_dot_product_attention(
+            query, keys, values, scale=self._scale, mask=mask
+        )
+        return self._output(out.swapaxes(1, 2).flatten(2))
+
+    def _queries(self, x: mx.array, offset: Offset) -> mx.array:
+        query = self._query(x).reshape(*x.shape[:2], self._heads, self._dim)
+        query = mx.fast.rms_norm(query, self._query_norm, self._eps).swapaxes(1, 2)
+        return self._projector.rotary(query, offset)
+
+
+class Mlp:
+    """down(act(gate) * up), the first two as one matrix."""
+
+    def __init__(self, spec: DrafterSpec, weights: Weights) -> None:
+        self._in = weights.linear("gate_proj.weight", "up_proj.weight")
+        self._out = weights.linear("down_proj.weight")
+        self._activation = _silu if spec.backbone == "qwen3" else _gelu_tanh
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gate, up = mx.split(self._in(x), 2, axis=-1)
+        return self._out(self._activation(gate) * up)
+
+
+def _silu(x: mx.array) -> mx.array:
+    return x * mx.sigmoid(x)
+
+
+def _gelu_tanh(x: mx.array) -> mx.array:
+    return 0.5 * x * (1 + mx.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+class Qwen3Layer:
+    """Norm, attention, norm, MLP, each added to the residual."""
+
+    def __init__(
+        self, spec: DrafterSpec, layer: int, weights: Weights, projector: KeyValueProjector
+    ) -> None:
+        self._eps = spec.norm_eps
+        self._attention = Attention(spec, layer, weights.under("self_attn."), projector)
+        self._mlp = Mlp(spec, weights.under("mlp."))
+        self._before = weights.vector("input_layernorm.weight")
+        self._between = weights.vector("post_attention_layernorm.weight")
+
+    def __call__(self, hidden: mx.array, run: Pass, queries: slice) -> mx.array:
+        """[B, T, H] to [B, queries, H]."""
+        normed = mx.fast.rms_norm(hidden, self._before, self._eps)
+        hidden = hidden[:, queries] + self._attention(normed, run, queries)
+        return hidden + self._mlp(mx.fast.rms_norm(hidden, self._between, self._eps))
+
+
+class Gemma4Layer:
+    """As Qwen3's, with each sublayer's output normed too, and the sum scaled."""
+
+    def __init__(
+        self, spec: DrafterSpec, layer: int, weights: Weights, projector: KeyValueProjector
+    ) -> None:
+        self._eps = spec.norm_eps
+        self._attention = Attention(spec, layer, weights.under("self_attn."), projector)
+        self._mlp = Mlp(spec, weights.under("mlp."))
+        self._before_attention = weights.vector("input_layernorm.weight")
+        self._after_attention = weights.vector("post_attention_layernorm.weight")
+        self._before_mlp = weights.vector("pre_feedforward_layernorm.weight")
+        self._after_mlp = weights.vector("post_feedforward_layernorm.weight")
+        self._scalar = weights.vector("layer_scalar")
+
+    def __call__(self, hidden: mx.array, run: Pass, queries: slice) -> mx.array:
+        """[B, T, H] to [B, queries, H]."""
+        attended = self._attention(self._norm(hidden, self._before_attention), run, queries)
+        hidden = hidden[:, queries] + self._norm(attended, self._after_attention)
+        inner = self._mlp(self._norm(hidden, self._before_mlp))
+        return (hidden + self._norm(inner, self._after_mlp)) * self._scalar
+
+    def _norm(self, x: mx.array, weight: mx.array) -> mx.array:
+        return mx.fast.rms_norm(x, weight, self._eps)
+
+
+class BlockBackbone:
+    """Context projection and block forward of one drafter."""
+
+    def __init__(self, spec: DrafterSpec, weights: Weights) -> None:
+        kind = Qwen3Layer if spec.backbone == "qwen3" else Gemma4Layer
+        self._eps = spec.norm_eps
+        self._dtype = weights.precision.dtype
+        self._fuse = weights.linear("fc.weight")
+        self._context_norm = weights.vector("hidden_norm.weight")
+        self._final_norm = weights.vector("norm.weight")
+        self._projector = KeyValueProjector(spec, weights)
+        self._layers = [
+            kind(spec, i, weights.under(f"layers.{i}."), self._projector)
+            for i in range(spec.num_layers)
+        ]
+
+    def fuse(self, taps: Sequence[mx.array]) -> mx.array:
+        """[B, n, H] tap rows, one array a tapped layer, to context rows [B, n, H]."""
+        rows = mx.concatenate(list(taps), axis=-1).astype(self._dtype)
+        return mx.fast.rms_norm(self._fuse(rows), self._context_norm, self._eps)
+
+    def context(self, taps: Sequence[mx.array], offset: Offset) -> list[KeysValues]:
+        """Tap rows to each layer's keys and values [B, heads, n, D]."""
+        return self._projector.context(self.fuse(taps), offset)
+
+    def block(self, embedded: mx.array, run: Pass, wanted: slice) -> mx.array:
+        """Final-normed hidden states [B, wanted, H] of embedded slots [B, T, H].
+
+        The slots' keys and values are written behind the context, provisionally.
+        """
+        hidden, every = embedded, slice(0, embedded.shape[1])
+        for layer in self._layers[:-1]:
+            hidden = layer(hidden, run, every)
+        hidden = self._layers[-1](hidden, run, wanted)
+        return mx.fast.rms_norm(hidden, self._final_norm, self._eps)

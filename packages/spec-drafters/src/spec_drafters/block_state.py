@@ -1,0 +1,138 @@
+"""What a block drafter remembers: each layer's keys and values of the context, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import mlx.core as mx
+
+from spec_core.errors import SeamError, UnsupportedError
+from spec_core.kv import KVRows, RowClock
+from spec_core.seams import PerToken, RowState, StateImage
+from spec_drafters.backbone import KeysValues, Offset, Pass, Sight
+from spec_drafters.spec import LayerAttention
+
+
+class BlockState:
+    """Context rows of B rows, in every layer.
+
+    A row may begin at a position above 0 (`origins`): column c of its buffers then holds
+    position origin + c, so that what was never seen takes no room and needs no mask.
+
+    Args:
+        attention: of each layer.
+        rows: B.
+        start: the first position that will be told.
+    """
+
+    def __init__(self, attention: Sequence[LayerAttention], rows: int, start: int = 0) -> None:
+        self._attention = tuple(attention)
+        self._clock = RowClock(rows)
+        self._origins = [start] * rows
+        self._caches = [KVRows(self._clock) for _ in self._attention]
+
+    @property
+    def rows(self) -> int:
+        return self._clock.rows
+
+    @property
+    def lengths(self) -> list[int]:
+        """Positions of each row, counted from 0 even where the row began later."""
+        return [o + n for o, n in zip(self._origins, self._clock.lengths, strict=True)]
+
+    def offset(self) -> Offset:
+        """The next position: one int if all rows agree, else [B] int32."""
+        lengths = self.lengths
+        return lengths[0] if len(set(lengths)) == 1 else mx.array(lengths, dtype=mx.int32)
+
+    def extend(self, context: Sequence[KeysValues], columns: int, keep: Sequence[int]) -> None:
+        """Append the first keep[b] of `columns` context rows, [B, heads, columns, D] a layer."""
+        self._clock.begin(columns)
+        for cache, (keys, values) in zip(self._caches, context, strict=True):
+            cache.append(keys, values)
+        self._clock.commit(keep)
+
+    def block_pass(self, slots: int) -> Pass:
+        """For one run of a block of `slots` slots behind every row's context."""
+        return Pass(Sight(self._clock.lengths, slots), self.offset(), self._caches)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order. Raises SeamError unless they are distinct rows."""
+        self._clock.check_rows(rows)
+        for cache in self._caches:
+            cache.select(rows)
+        self._clock.select(rows)
+        self._origins = [self._origins[row] for row in rows]
+
+    def join(self, other: RowState) -> None:
+        """Append the rows of another state of the same drafter. Raises SeamError otherwise."""
+        if not isinstance(other, BlockState) or other._attention != self._attention:
+            raise SeamError(f"a {type(other).__name__} of another drafter cannot join this one")
+        for mine, theirs in zip(self._caches, other._caches, strict=True):
+            mine.join(theirs)
+        self._clock.join(other._clock)
+        self._origins = self._origins + other._origins
+
+    def image(self, row: int, start: int = 0) -> StateImage:
+        """Arrays "<layer>.keys" and "<layer>.values", [positions, heads, D].
+
+        Raises:
+            UnsupportedError: the row was never told the positions from `start` on.
+            SeamError: `start` lies beyond the row's length.
+        """
+        origin, length = self._origins[row], self.lengths[row]
+        if start < origin:
+            raise UnsupportedError(
+                f"row {row} began at position {origin}; it has no image from position {start}"
+            )
+        if start > length:
+            raise SeamError(f"row {row} has {length} positions; it has no image from {start}")
+        arrays = {
+            f"{layer}.{name}": PerToken(array, _reach(self._attention[layer]))
+            for layer, cache in enumerate(self._caches)
+            for name, array in cache.image(row, start - origin).items()
+        }
+        mx.eval([entry.array for entry in arrays.values()])
+        return StateImage(start, length, MappingProxyType(arrays))
+
+    def restore(self, row: int, image: StateImage) -> None:
+        """Write an image into an empty row.
+
+        Raises:
+            SeamError: the row is not empty, or the image lacks positions that a layer needs.
+        """
+        if self._clock.lengths[row] or self._origins[row]:
+            raise SeamError(f"row {row} has {self.lengths[row]} positions; restore needs none")
+        if image.start and any(kind.window is None for kind in self._attention):
+            raise SeamError(f"the image starts at position {image.start}; it must start at 0")
+        count = image.length - image.start
+        for layer, cache in enumerate(self._caches):
+            cache.restore(row, _columns(image, layer, count))
+        self._clock.lengths[row] = count
+        self._origins[row] = image.start
+
+    def pending(self) -> Sequence[mx.array]:
+        return [array for cache in self._caches for array in cache.pending()]
+
+
+def _reach(attention: LayerAttention) -> int | None:
+    """The anchor's slot sees window - 1 positions before itself."""
+    return None if attention.window is None else attention.window - 1
+
+
+def _columns(image: StateImage, layer: int, count: int) -> dict[str, mx.array]:
+    """A layer's planes with exactly `count` columns; ones that its reach left out are zero."""
+    planes = {}
+    for name in ("keys", "values"):
+        entry = image.per_token.get(f"{layer}.{name}")
+        if entry is None:
+            if count:
+                raise SeamError(f"the image has no array {layer}.{name}")
+            continue
+        held = entry.array.shape[0]
+        needed = count if entry.reach is None else min(count, entry.reach)
+        if not needed <= held <= count:
+            raise SeamError(f"the image's {layer}.{name} holds {held} of {count} positions")
+        planes[name] = mx.pad(entry.array, [(count - held, 0), (0, 0), (0, 0)])
+    return planes

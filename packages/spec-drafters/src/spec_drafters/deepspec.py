@@ -1,0 +1,156 @@
+"""DeepSpec's own checkpoints: DSpark with Qwen3 or Gemma 4 layers, and its "DFlash".
+
+config.json is a deep copy of the target's with a few fields changed, so most of what it says
+(partial rotary factors, sliding windows, head_dim of Gemma's sliding layers) describes the
+target. What is not read here is not used by DeepSpec's classes either.
+"""
+
+from __future__ import annotations
+
+from spec_drafters.checkpoint import Checkpoint
+from spec_drafters.config import Config
+from spec_drafters.errors import CheckpointError, PackagingError
+from spec_drafters.spec import (
+    Confidence,
+    DrafterSpec,
+    LayerAttention,
+    Markov,
+    MarkovKind,
+    Rope,
+)
+
+NAME = "DeepSpec"
+ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
+
+_MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
+
+
+def read_deepspec(checkpoint: Checkpoint) -> DrafterSpec:
+    """The spec of a DeepSpec checkpoint. Its "DFlash" has DSpark's slots and no Markov head.
+
+    Raises:
+        CheckpointError: a field is missing or out of range.
+        PackagingError: a field asks for something that DeepSpec's classes do not have either.
+    """
+    config = checkpoint.config
+    if "Gemma4DSparkModel" in config.texts("architectures"):
+        return _gemma4(checkpoint)
+    require(config.text("hidden_act", "silu") == "silu", NAME, "hidden_act other than silu")
+    heads = config.integer("num_attention_heads")
+    return _spec(
+        checkpoint,
+        backbone="qwen3",
+        num_kv_heads=config.integer("num_key_value_heads"),
+        head_dim=config.integer("head_dim", config.integer("hidden_size") // heads),
+        rope=Rope(rope_theta(config)),
+    )
+
+
+def _gemma4(checkpoint: Checkpoint) -> DrafterSpec:
+    config = checkpoint.config
+    require(not config.flag("enable_moe_block", False), NAME, "mixture-of-experts layers")
+    require(
+        config.integer("hidden_size_per_layer_input", 0, least=0) == 0, NAME, "per-layer inputs"
+    )
+    activation = config.text("hidden_activation", "gelu_pytorch_tanh")
+    require(activation == "gelu_pytorch_tanh", NAME, f"the activation {activation}")
+    shared = config.flag("attention_k_eq_v", False)
+    rope = config.section("rope_parameters").section("full_attention")
+    return _spec(
+        checkpoint,
+        backbone="gemma4",
+        num_kv_heads=config.integer(
+            "num_global_key_value_heads" if shared else "num_key_value_heads"
+        ),
+        head_dim=config.integer("global_head_dim"),
+        rope=Rope(rope.number("rope_theta"), partial=rope.number("partial_rotary_factor", 1.0)),
+        keys_as_values=shared,
+        embed_scale=config.integer("hidden_size") ** 0.5,
+        softcap=config.number("final_logit_softcapping")
+        if "final_logit_softcapping" in config
+        else None,
+    )
+
+
+def _spec(
+    checkpoint: Checkpoint,
+    *,
+    backbone: str,
+    num_kv_heads: int,
+    head_dim: int,
+    rope: Rope,
+    keys_as_values: bool = False,
+    embed_scale: float = 1.0,
+    softcap: float | None = None,
+) -> DrafterSpec:
+    config = checkpoint.config
+    require(not config.flag("attention_bias", False), NAME, "attention biases")
+    require(not config.flag("tie_word_embeddings", False), NAME, "a head tied to its own embedding")
+    block = config.integer("block_size", least=2)
+    markov = read_markov(config)
+    return DrafterSpec(
+        packaging=NAME,
+        mode="dspark" if markov else "dflash",
+        backbone="gemma4" if backbone == "gemma4" else "qwen3",
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=config.integer("intermediate_size"),
+        num_heads=config.integer("num_attention_heads"),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=config.integer("vocab_size"),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        attention=(LayerAttention(),) * config.integer("num_hidden_layers"),
+        taps=config.integers("target_layer_ids"),
+        num_target_layers=config.integer("num_target_layers"),
+        block_size=block,
+        mask_token=config.integer("mask_token_id", least=0),
+        first_slot=0,
+        own_embedding="embed_tokens.weight" in checkpoint.tensors,
+        own_head="lm_head.weight" in checkpoint.tensors,
+        keys_as_values=keys_as_values,
+        embed_scale=embed_scale,
+        softcap=softcap,
+        markov=markov,
+        confidence=read_confidence(config, markov, block),
+    )
+
+
+def rope_theta(config: Config) -> float:
+    """The base, from `rope_parameters` (transformers 5) or the top level (before)."""
+    return config.section("rope_parameters").over(config).number("rope_theta")
+
+
+def read_markov(config: Config) -> Markov | None:
+    """The Markov head that `markov_rank` and `markov_head_type` describe; rank 0: none."""
+    rank = config.integer("markov_rank", 0, least=0)
+    if rank == 0:
+        return None
+    wanted = config.text("markov_head_type", "vanilla")
+    kind = next((kind for kind in _MARKOV_KINDS if kind == wanted), None)
+    if kind is None:
+        raise CheckpointError(
+            f"markov_head_type is {wanted!r}; it must be one of {', '.join(_MARKOV_KINDS)}"
+        )
+    return Markov(kind, rank)
+
+
+def read_confidence(config: Config, markov: Markov | None, block_size: int) -> Confidence | None:
+    """The confidence head, if `enable_confidence_head`."""
+    if not config.flag("enable_confidence_head", False):
+        return None
+    with_markov = config.flag("confidence_head_with_markov", False)
+    if with_markov and markov is None:
+        raise CheckpointError("confidence_head_with_markov is true, but markov_rank is 0")
+    temperatures = config.numbers("confidence_temperatures")
+    if temperatures and len(temperatures) != block_size:
+        raise CheckpointError(
+            f"confidence_temperatures has {len(temperatures)} values; block_size is {block_size}"
+        )
+    return Confidence(with_markov, temperatures)
+
+
+def require(supported: bool, packaging: str, what: str) -> None:
+    """Raise PackagingError unless `supported`."""
+    if not supported:
+        raise PackagingError(packaging, f"not supported with {what}")

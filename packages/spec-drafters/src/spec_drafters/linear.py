@@ -1,0 +1,169 @@
+"""Matrices and lookup tables, dense or quantised, laid out for the device they run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+GROUP_SIZES = (64, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What weights are held in.
+
+    Attributes:
+        dtype: of dense weights and of all activations.
+        bits: 4 or 8 to quantise matrices (affine, groups of 64, or 32 where 64 does not divide
+            the inner size; a matrix that neither divides stays dense); None: dense.
+    """
+
+    dtype: mx.Dtype
+    bits: int | None = None
+
+    def group_size(self, inner: int) -> int | None:
+        """The group size for a matrix with this many columns, or None to leave it dense."""
+        if self.bits is None:
+            return None
+        return next((g for g in GROUP_SIZES if inner % g == 0), None)
+
+
+class Linear(Protocol):
+    """y = x W^T, or one such product for each matrix of a stack [L, out, in]."""
+
+    def __call__(self, x: mx.array) -> mx.array: ...
+
+    def __getitem__(self, index: int) -> Linear:
+        """One matrix of a stack; shares its memory."""
+
+
+class Table(Protocol):
+    """Rows looked up by token id."""
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """[...] ids to [..., columns] rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    transposed: mx.array
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x @ self.transposed
+
+    def __getitem__(self, index: int) -> Linear:
+        return _Dense(self.transposed[index])
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantized:
+    weight: mx.array
+    scales: mx.array
+    biases: mx.array
+    group_size: int
+    bits: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.quantized_matmul(
+            x,
+            self.weight,
+            self.scales,
+            self.biases,
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
+        )
+
+    def __getitem__(self, index: int) -> Linear:
+        parts = (self.weight[index], self.scales[index], self.biases[index])
+        return _Quantized(*parts, self.group_size, self.bits)
+
+
+@dataclass(frozen=True, slots=True)
+class _DenseTable:
+    weight: mx.array
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        return self.weight[ids]
+
+
+@dataclass(frozen=True, slots=True)
+class _QuantizedTable:
+    matrix: _Quantized
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        m = self.matrix
+        parts = (m.weight[ids], m.scales[ids], m.biases[ids])
+        return mx.dequantize(*parts, group_size=m.group_size, bits=m.bits)
+
+
+class Weights:
+    """A checkpoint's tensors on their way into a model: each is taken once, and what is made of
+    it is evaluated at once, so that a load needs little more memory than the model.
+
+    Args:
+        tensors: arrays by DeepSpec name; emptied as they are taken.
+        precision: what they become.
+        prefix: put before every name asked for.
+    """
+
+    def __init__(
+        self, tensors: dict[str, mx.array], precision: Precision, prefix: str = ""
+    ) -> None:
+        self._tensors = tensors
+        self._prefix = prefix
+        self.precision = precision
+
+    def under(self, prefix: str) -> Weights:
+        return Weights(self._tensors, self.precision, self._prefix + prefix)
+
+    def raw(self, name: str, dtype: mx.Dtype | None = None) -> mx.array:
+        """A tensor in this dtype (the model's, if None), lazy."""
+        return self._tensors.pop(self._prefix + name).astype(dtype or self.precision.dtype)
+
+    def vector(self, name: str, dtype: mx.Dtype | None = None) -> mx.array:
+        """A tensor that is used as it is."""
+        array = self.raw(name, dtype)
+        mx.eval(array)
+        return array
+
+    def linear(self, *names: str) -> Linear:
+        """A matrix [out, in], or several with the same input as one."""
+        arrays = [self.raw(name) for name in names]
+        return linear(arrays[0] if len(arrays) == 1 else mx.concatenate(arrays), self.precision)
+
+    def table(self, name: str) -> Table:
+        """A lookup table [ids, columns]."""
+        weight = self.raw(name)
+        group_size = self.precision.group_size(weight.shape[-1])
+        if group_size is not None:
+            return _QuantizedTable(_quantized(weight, group_size, self.precision))
+        mx.eval(weight)
+        return _DenseTable(weight)
+
+    def left(self) -> list[str]:
+        """Names that nobody took."""
+        return sorted(self._tensors)
+
+
+def linear(weight: mx.array, precision: Precision) -> Linear:
+    """A matrix [out, in], or a stack of them [L, out, in], evaluated."""
+    weight = weight.astype(precision.dtype)
+    group_size = precision.group_size(weight.shape[-1])
+    if group_size is not None:
+        return _quantized(weight, group_size, precision)
+    transposed = weight.swapaxes(-1, -2)
+    # An unoptimised BLAS walks float32 columns twice as fast as rows; elsewhere [out, in] wins.
+    if precision.dtype == mx.float32 and mx.default_device().type == mx.DeviceType.cpu:
+        transposed = mx.contiguous(transposed)
+    mx.eval(transposed)
+    return _Dense(transposed)
+
+
+def _quantized(weight: mx.array, group_size: int, precision: Precision) -> _Quantized:
+    assert precision.bits is not None
+    parts = mx.quantize(weight, group_size=group_size, bits=precision.bits)
+    mx.eval(*parts)
+    return _Quantized(*parts, group_size, precision.bits)

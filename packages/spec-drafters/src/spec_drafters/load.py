@@ -1,0 +1,65 @@
+"""From a path to a drafter that fits a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+
+from spec_core.errors import InvalidValueError
+from spec_core.seams import Target
+from spec_drafters.block import BlockDrafter
+from spec_drafters.checkpoint import Checkpoint
+from spec_drafters.errors import CheckpointError
+from spec_drafters.fit import fit
+from spec_drafters.linear import Precision, Weights
+from spec_drafters.recognize import open_checkpoint, recognize
+from spec_drafters.spec import DrafterSpec, expected_tensors
+
+_DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+
+
+def inspect_drafter(path: str | Path) -> DrafterSpec:
+    """What lies at a path, from its config and tensor headers alone.
+
+    Raises:
+        DrafterError: as `load_drafter`, the target's part aside.
+    """
+    return recognize(open_checkpoint(Path(path)))
+
+
+def load_drafter(
+    path: str | Path, target: Target, *, bits: int | None = None, dtype: mx.Dtype | None = None
+) -> BlockDrafter:
+    """Load a drafter for a target. Everything is checked before weights are read.
+
+    Args:
+        path: a local folder or file.
+        target: what it drafts for; lends embedding and head where the drafter has none.
+        bits: 4 or 8 to quantise the drafter's matrices, None to keep them dense.
+        dtype: of weights and activations; the file's own if None.
+
+    Raises:
+        PackagingError: the packaging is unknown or not supported.
+        CheckpointError: files are missing, damaged or contradictory.
+        MisfitError: the drafter does not fit the target.
+        InvalidValueError: `bits` or `dtype` is out of range.
+    """
+    if bits not in (None, 4, 8):
+        raise InvalidValueError("drafter bits", bits, "4, 8 or None")
+    if dtype is not None and dtype not in _DTYPES.values():
+        raise InvalidValueError("drafter dtype", dtype, "float32, float16 or bfloat16")
+    checkpoint = open_checkpoint(Path(path))
+    lender = target.lender
+    spec = fit(recognize(checkpoint), target.info, lends=lender is not None)
+    precision = Precision(dtype or _own_dtype(checkpoint), bits)
+    weights = Weights(checkpoint.read(expected_tensors(spec)), precision)
+    return BlockDrafter(spec, weights, lender)
+
+
+def _own_dtype(checkpoint: Checkpoint) -> mx.Dtype:
+    """What most of the file is in: the type of its largest matrix, `fc`."""
+    name = checkpoint.tensors["fc.weight"].dtype
+    if name not in _DTYPES:
+        raise CheckpointError(f"{checkpoint.path.name}: fc.weight is {name}, not a float type")
+    return _DTYPES[name]
