@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from spec_drafters.pairs import Pair, base_name, find_pair, known_pairs, nearest_names
 
 MODES = {"dspark", "dflash", "eagle3"}
-SUFFIXES = (
-    " -4bit -8bit -bf16 -fp16 -f32 -MLX-8bit -4bit-DWQ-053125 -mxfp4 -qat-4bit -2bit-g64 -q4_k_m"
-    " .w4a16 -FP8"
-).split(" ")
+SUFFIXES = [
+    *("", "-4bit", "-8bit", "-bf16", "-fp16", "-f32", "-MLX-8bit", "-4bit-DWQ-053125", "-mxfp4"),
+    *("-qat-4bit", "-2bit-g64", "-q4_k_m", ".w4a16", "-FP8"),
+]
 OWNERS = ["", "mlx-community/", "Qwen/", "/models/", "./", "C:\\models\\"]
 
 
