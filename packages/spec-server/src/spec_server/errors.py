@@ -43,3 +43,7 @@ class ContextLengthError(PromptError):
         self.prompt_tokens = prompt_tokens
         self.limit = limit
         self.requested = requested
+
+
+class GrammarError(EngineError):
+    """A schema or grammar is invalid, too large, or would not be enforced; names the place."""

@@ -4,12 +4,13 @@ from spec_server.text.answer import AnswerText, Segment
 from spec_server.text.detokeniser import Detokeniser
 from spec_server.text.stops import StopMatch, StopMatcher
 from spec_server.text.thinking import ThinkingSplit
-from spec_server.text.tokeniser import Message, Tokeniser
+from spec_server.text.tokeniser import Message, Prompt, Tokeniser
 
 __all__ = [
     "AnswerText",
     "Detokeniser",
     "Message",
+    "Prompt",
     "Segment",
     "StopMatch",
     "StopMatcher",

@@ -79,6 +79,11 @@ class Tokeniser:
         return cls(wrapper, _configured_end_tokens(folder))
 
     @property
+    def wrapper(self) -> TokenizerWrapper:
+        """mlx-lm's own wrapper, for code that calls mlx-lm."""
+        return self._wrapper
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._wrapper.has_chat_template)
 

@@ -1,0 +1,336 @@
+"""From the names that a user gives to a target, a drafter and a tokenizer that fit together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from spec_core import ConfidenceThreshold, Drafter, DraftPolicy, FixedLength, SpecError, Target
+from spec_core.errors import InvalidValueError
+from spec_server import device
+from spec_server.errors import ModelLoadError
+from spec_server.job import Labels
+from spec_server.text import Tokeniser
+from spec_server.worker import Models
+
+Mode = Literal["auto", "dspark", "dflash", "eagle3", "lookup", "baseline"]
+DType = Literal["float32", "float16", "bfloat16"]
+Bits = Literal[4, 8]
+
+DRAFTER_BITS_ON_GPU: Bits = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What to load and how to draft; the fields are `Engine.load`'s arguments.
+
+    Raises:
+        InvalidValueError: a field is out of range, or two of them contradict each other.
+    """
+
+    model: str
+    drafter: str | None = None
+    mode: Mode = "auto"
+    max_draft: int | None = None
+    lookup_drafts: bool = False
+    confidence_threshold: float | None = None
+    dtype: DType | None = None
+    kv_bits: Bits | None = None
+    drafter_bits: Bits | Literal["auto"] | None = "auto"
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("mode", self.mode, get_args(Mode))
+        _one_of("dtype", self.dtype, (None, *get_args(DType)))
+        _one_of("kv_bits", self.kv_bits, (None, 4, 8))
+        _one_of("drafter_bits", self.drafter_bits, ("auto", None, 4, 8))
+        if self.drafter is not None and self.mode in ("lookup", "baseline"):
+            raise InvalidValueError(
+                "drafter", self.drafter, f"left out in mode {self.mode}, which uses none"
+            )
+        if self.lookup_drafts and self.mode == "baseline":
+            raise InvalidValueError("lookup_drafts", True, "off in mode baseline")
+        if self.confidence_threshold is not None and self.mode in ("lookup", "baseline"):
+            raise InvalidValueError(
+                "confidence_threshold",
+                self.confidence_threshold,
+                f"left out in mode {self.mode}, which scores no guesses",
+            )
+        policy(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an engine runs.
+
+    Attributes:
+        model: the target, as it was named.
+        labels: mode, drafter and fallbacks, as every answer reports them.
+        context_window: the most positions of a request, prompt and answer together.
+        dtype: of the target's activations.
+        max_block: the most tokens drafted in a round; 0 without a drafter.
+    """
+
+    model: str
+    labels: Labels
+    context_window: int
+    dtype: str
+    max_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Everything an engine is made of."""
+
+    models: Models
+    tokeniser: Tokeniser
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class TargetParts:
+    """A loaded target and its folder.
+
+    Attributes:
+        dtype: of the activations.
+    """
+
+    target: Target
+    folder: Path
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterChoice:
+    """Which drafter it shall be, before anything is loaded.
+
+    Attributes:
+        path: its files; None: no model drafts.
+        source: what it is called, or None.
+        fallbacks: what is not as it was asked, one sentence each.
+    """
+
+    path: Path | None
+    source: str | None = None
+    fallbacks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterParts:
+    """What drafts, and what is not as it was asked.
+
+    Attributes:
+        drafter: None decodes plainly.
+        source: folder or id of the drafter's model, or None.
+        fallbacks: one sentence each.
+    """
+
+    drafter: Drafter | None
+    source: str | None = None
+    fallbacks: tuple[str, ...] = ()
+
+    @property
+    def mode(self) -> str:
+        return "baseline" if self.drafter is None else self.drafter.name
+
+
+def load(options: LoadOptions) -> Loaded:
+    """Load a target, its tokenizer and what drafts for it.
+
+    Raises:
+        SpecError: something is missing, damaged or does not fit; a sentence says what.
+    """
+    folder = locate_target(options)
+    choice = choose_drafter(options, folder)
+    parts = load_target_parts(options, folder)
+    tokeniser = Tokeniser.load(folder, trust_remote_code=options.trust_remote_code)
+    drafting = load_drafter_parts(options, parts, choice)
+    drafter = drafting.drafter
+    facts = Facts(
+        model=options.model,
+        labels=Labels(drafting.mode, drafting.source, drafting.fallbacks),
+        context_window=parts.target.info.context_window,
+        dtype=parts.dtype,
+        max_block=0 if drafter is None else drafter.max_block,
+    )
+    return Loaded(Models(parts.target, drafter, policy(options)), tokeniser, facts)
+
+
+def policy(options: LoadOptions) -> DraftPolicy:
+    """How far to draft.
+
+    Raises:
+        InvalidValueError: the length or the threshold is out of range.
+    """
+    if options.confidence_threshold is not None:
+        return ConfidenceThreshold(options.confidence_threshold, options.max_draft)
+    return FixedLength(options.max_draft)
+
+
+def locate_target(options: LoadOptions) -> Path:
+    """The target's folder, downloaded if need be.
+
+    Raises:
+        SpecError: there is no such folder, and the hub does not have it or cannot be reached.
+    """
+    from spec_targets import locate
+
+    return locate(options.model)
+
+
+def load_target_parts(options: LoadOptions, folder: Path) -> TargetParts:
+    """Load the target.
+
+    Raises:
+        SpecError: as `spec_targets.load_target`.
+    """
+    from spec_targets import load_target
+
+    dtype = options.dtype or default_dtype(_config(folder))
+    loaded = load_target(
+        folder, dtype=dtype, kv_bits=options.kv_bits, trust_remote_code=options.trust_remote_code
+    )
+    return TargetParts(loaded.target, folder, dtype or _activations(loaded.target))
+
+
+def default_dtype(config: Mapping[str, Any]) -> DType | None:
+    """The dtype to cast a target to where the user names none; None keeps the checkpoint's.
+
+    On a Linux CPU float32 is the fastest where matrices go through an optimised BLAS, and where
+    they are quantised; a dense checkpoint in 16 bits is the fastest to verify with otherwise.
+    """
+    if device.backend() != "cpu":
+        return None
+    if device.blas() is not None or "quantization" in config:
+        return "float32"
+    return None
+
+
+def choose_drafter(options: LoadOptions, target_folder: Path) -> DrafterChoice:
+    """Decide what drafts, and recognise the drafter's files, before any weights are read.
+
+    Raises:
+        SpecError: an explicit choice cannot be honoured. Under mode "auto" without a named
+            drafter it is a reported fallback to lookup instead.
+    """
+    if options.mode in ("baseline", "lookup"):
+        return DrafterChoice(None)
+    if options.mode != "auto" or options.drafter is not None:
+        return _trained(options, target_folder)
+    try:
+        return _trained(options, target_folder)
+    except SpecError as error:
+        return DrafterChoice(None, fallbacks=(_by_lookup(error),))
+
+
+def load_drafter_parts(
+    options: LoadOptions, parts: TargetParts, choice: DrafterChoice
+) -> DrafterParts:
+    """Load what drafts for a target.
+
+    Raises:
+        SpecError: as `choose_drafter`.
+    """
+    from spec_drafters.combined import with_lookup
+    from spec_drafters.lookup import Lookup
+
+    if options.mode == "baseline":
+        return DrafterParts(None)
+    if choice.path is None:
+        return DrafterParts(Lookup(), None, choice.fallbacks)
+    try:
+        drafter = _load_trained(options, parts, choice.path)
+    except SpecError as error:
+        if options.mode != "auto" or options.drafter is not None:
+            raise
+        return DrafterParts(Lookup(), None, (_by_lookup(error),))
+    if options.lookup_drafts:
+        drafter = with_lookup(drafter)
+    return DrafterParts(drafter, choice.source)
+
+
+def _trained(options: LoadOptions, target_folder: Path) -> DrafterChoice:
+    """The drafter with weights that was named, or is known for the target."""
+    from spec_drafters.load import inspect_drafter
+    from spec_drafters.resolve import resolve
+
+    source = options.drafter or _known_drafter(options, target_folder)
+    path = resolve(source, beside=target_folder)
+    spec = inspect_drafter(path)
+    if options.mode not in ("auto", spec.mode):
+        raise ModelLoadError(
+            f"{source} is a {spec.mode} drafter, but the mode is {options.mode}; "
+            f"choose mode {spec.mode} or auto, or another drafter"
+        )
+    if options.confidence_threshold is not None and spec.confidence is None:
+        raise InvalidValueError(
+            "confidence_threshold",
+            options.confidence_threshold,
+            f"left out with {source}, which has no confidence head",
+        )
+    return DrafterChoice(path, source)
+
+
+def _known_drafter(options: LoadOptions, target_folder: Path) -> str:
+    """What the table of pairs names for this target and mode."""
+    from spec_drafters.pairs import find_pair
+
+    pair = find_pair(options.model) or find_pair(target_folder)
+    if pair is None:
+        raise ModelLoadError(f"no drafter is known for {options.model}; name one as the drafter")
+    known = pair.drafter(options.mode)
+    if known is None:
+        raise ModelLoadError(
+            f"no {options.mode} drafter is known for {pair.target}, only "
+            f"{' and '.join(pair.modes)}; name one as the drafter, or choose another mode"
+        )
+    return known.source
+
+
+def _load_trained(options: LoadOptions, parts: TargetParts, path: Path) -> Drafter:
+    import mlx.core as mx
+
+    from spec_drafters.load import load_drafter
+
+    return load_drafter(
+        path, parts.target, bits=_drafter_bits(options), dtype=getattr(mx, parts.dtype)
+    )
+
+
+def _by_lookup(error: SpecError) -> str:
+    return f"{error}; drafting by lookup instead"
+
+
+def _drafter_bits(options: LoadOptions) -> Bits | None:
+    if options.drafter_bits != "auto":
+        return options.drafter_bits
+    return None if device.backend() == "cpu" else DRAFTER_BITS_ON_GPU
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """config.json; unreadable ones are the target loader's to report."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _activations(target: Target) -> str:
+    """The dtype a target computes in, seen on one embedding row."""
+    import mlx.core as mx
+
+    state = target.new_state(1)
+    logits = target.forward(mx.array([[0]], dtype=mx.int32), state, logits="last").logits
+    state.commit([0])
+    assert logits is not None
+    return str(logits.dtype).rpartition(".")[2]
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        shown = ", ".join("none" if item is None else str(item) for item in allowed)
+        raise InvalidValueError(name, value, f"one of {shown}")
