@@ -50,7 +50,7 @@ def build_target(
         tappable=not findings.taps_refused,
         taps_refused=findings.taps_refused,
     )
-    return ModelTarget(Runner(bones), info, findings.lender)
+    return ModelTarget(Runner(bones), info, findings.lender, findings.batch_refused)
 
 
 def _refer(bones: Bones, vocab_size: int) -> Reference:

@@ -25,6 +25,7 @@ from spec_targets.target import ModelTarget
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _HUB_SECONDS = 3.0
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class LoadedTarget:
     def tokenizer(self) -> Any:
         """mlx-lm's TokenizerWrapper, loaded when first asked for; no code of the checkpoint is
         run. Raises IncompleteTargetError if the folder has no usable tokenizer."""
+        if not any(any(self.path.glob(name)) for name in _TOKENIZER_FILES):
+            raise IncompleteTargetError(
+                f"{self.path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there"
+            )
         try:
             return mlx_lm_utils().load_tokenizer(
                 self.path, eos_token_ids=self.config.get("eos_token_id")

@@ -57,11 +57,13 @@ class Findings:
 
     Attributes:
         taps_refused: why the target has no taps; "" if it has.
+        batch_refused: why rows cannot share a forward; "" if they can.
         lender: embedding and head, if proven.
         scales: what surrounds them.
     """
 
     taps_refused: str
+    batch_refused: str
     lender: Lender | None
     scales: Scales
 
@@ -96,14 +98,18 @@ def prove(bones: Bones, reference: Reference, candidates: Sequence[Scales]) -> F
     runner = Runner(bones)
     try:
         _prove_row(runner, reference)
-        _prove_ragged(runner, reference)
     except Exception as failure:  # whatever the model's code raises is a failed proof
         raise UnsupportedTargetError(
             f"this model cannot be decoded exactly over our caches: {failure}"
         ) from failure
     refused = reference.refused or _refusal(lambda: _prove_taps(bones, runner, reference))
     lender, scales = _lend(bones.anatomy, reference, candidates)
-    return Findings(taps_refused=refused, lender=lender, scales=scales)
+    return Findings(
+        taps_refused=refused,
+        batch_refused=_refusal(lambda: _prove_ragged(runner, reference)),
+        lender=lender,
+        scales=scales,
+    )
 
 
 def options_for(family: Family, model: Module, kv_bits: int | None) -> LayerOptions:

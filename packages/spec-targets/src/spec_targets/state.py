@@ -35,10 +35,6 @@ class LayeredState:
         return tuple(self._clock.lengths)
 
     @property
-    def uniform(self) -> bool:
-        return self._clock.uniform
-
-    @property
     def valid(self) -> Sequence[int]:
         """How many columns of each row are real in the provisional forward."""
         return self._clock.valid
@@ -50,8 +46,16 @@ class LayeredState:
         for layer in self.layers:
             layer.begin(columns)
 
-    def commit(self, keep: Sequence[int]) -> None:
+    def check(self, keep: Sequence[int]) -> None:
+        """Raise SeamError unless `commit(keep)` fits the provisional forward."""
         self._clock.check(keep)
+
+    def settled(self) -> None:
+        """Raise SeamError if a forward is provisional."""
+        self._clock.settled()
+
+    def commit(self, keep: Sequence[int]) -> None:
+        self.check(keep)
         for layer in self.layers:
             layer.commit(keep)
         self._clock.commit(keep)

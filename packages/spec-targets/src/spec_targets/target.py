@@ -14,6 +14,7 @@ from spec_core.seams import EmbeddingLender, Forward, LogitRows, TargetInfo, Tar
 from spec_targets.anatomy import Anatomy
 from spec_targets.families import Family
 from spec_targets.layers import LayerOptions
+from spec_targets.solo import SoloRows
 from spec_targets.state import LayeredState
 from spec_targets.swap import Recorder, Swap, Wrapping, swapped
 
@@ -121,12 +122,23 @@ class ModelTarget:
         runner: runs the model.
         info: what was found and proven.
         lender: its embedding and head, or None if they could not be proven.
+        batch_refused: why rows cannot share a forward; "" if they can.
+
+    Attributes:
+        batch_refused: if not empty, rows are run one after the other for this reason.
     """
 
-    def __init__(self, runner: Runner, info: TargetInfo, lender: EmbeddingLender | None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        info: TargetInfo,
+        lender: EmbeddingLender | None,
+        batch_refused: str = "",
+    ) -> None:
         self._runner = runner
         self._info = info
         self._lender = lender
+        self.batch_refused = batch_refused
 
     @property
     def info(self) -> TargetInfo:
@@ -136,7 +148,9 @@ class ModelTarget:
     def lender(self) -> EmbeddingLender | None:
         return self._lender
 
-    def new_state(self, rows: int) -> LayeredState:
+    def new_state(self, rows: int) -> TargetState:
+        if self.batch_refused:
+            return SoloRows(lambda: self._runner.new_state(1), rows)
         return self._runner.new_state(rows)
 
     def forward(
@@ -148,12 +162,19 @@ class ModelTarget:
         logits: LogitRows = "all",
         valid: Sequence[int] | None = None,
     ) -> Forward:
-        if not isinstance(state, LayeredState):
-            raise SeamError(f"{type(state).__name__} is not a state of this target")
         if tokens.ndim != 2 or tokens.shape[0] != state.rows or not tokens.shape[1]:
             raise SeamError(f"tokens of shape {tokens.shape} do not fit {state.rows} rows")
         if taps:
             self._check_taps(taps)
+        if isinstance(state, SoloRows):
+            return state.run(
+                lambda row, one, count: self._runner.run(
+                    tokens[row : row + 1], one, taps, logits, count
+                ),
+                valid,
+            )
+        if not isinstance(state, LayeredState):
+            raise SeamError(f"{type(state).__name__} is not a state of this target")
         return self._runner.run(tokens, state, taps, logits, valid)
 
     def _check_taps(self, taps: Sequence[int]) -> None:

@@ -1,0 +1,122 @@
+"""Tiny random models of mlx-lm's own classes, and mlx-lm's own caches to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_map
+
+from spec_targets import ModelTarget, build_target
+from spec_targets.mlx_lm_import import mlx_lm_utils
+
+VOCAB = 97
+
+_COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "head_dim": 32,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": {"model_type": "qwen3", **_COMMON},
+    "llama": {"model_type": "llama", **_COMMON, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", **_COMMON},
+    "qwen2": {"model_type": "qwen2", **_COMMON, "num_attention_heads": 2, "head_dim": None},
+    "gemma2": {
+        "model_type": "gemma2",
+        **_COMMON,
+        "query_pre_attn_scalar": 32,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "granite": {
+        "model_type": "granite",
+        **_COMMON,
+        "logits_scaling": 4.0,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.5,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "phi3": {"model_type": "phi3", **_COMMON},
+}
+
+
+def make_model(
+    name: str, dtype: mx.Dtype = mx.float32, weight_bits: int | None = None, **changes: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A random model of one family with its config; the same one for the same arguments."""
+    config = {k: v for k, v in {**CONFIGS[name], **changes}.items() if v is not None}
+    model_class, args_class = mlx_lm_utils()._get_classes(dict(config))
+    mx.random.seed(7)
+    model = model_class(args_class.from_dict(dict(config)))
+    model.update(tree_map(lambda p: _random(p).astype(dtype), model.parameters()))
+    if weight_bits is not None:
+        nn.quantize(model, group_size=32, bits=weight_bits)
+    model.eval()
+    mx.eval(model.parameters())
+    return model, config
+
+
+def _random(parameter: mx.array) -> mx.array:
+    """Weights large enough that attention and taps matter, norms near one."""
+    noise = mx.random.normal(parameter.shape)
+    return 1 + 0.1 * noise if parameter.ndim == 1 else noise * parameter.shape[-1] ** -0.5 * 1.5
+
+
+@pytest.fixture
+def tiny() -> Callable[..., tuple[nn.Module, dict[str, Any]]]:
+    return make_model
+
+
+@pytest.fixture
+def tiny_target() -> Callable[..., tuple[ModelTarget, nn.Module]]:
+    """Makes (target, the model it adapts) of one family."""
+
+    def make(name: str, *, kv_bits: int | None = None, **how: Any) -> tuple[ModelTarget, nn.Module]:
+        model, config = make_model(name, **how)
+        return build_target(model, config, kv_bits=kv_bits), model
+
+    return make
+
+
+class Own:
+    """A model with mlx-lm's own caches: what every target is compared with.
+
+    Args:
+        kv_bits: quantise the caches as mlx-lm does, in groups of 32.
+    """
+
+    def __init__(self, model: nn.Module, kv_bits: int | None = None) -> None:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        self._model = model
+        caches = make_prompt_cache(model)
+        quantised = kv_bits is not None
+        self._caches = [
+            c.to_quantized(group_size=32, bits=kv_bits) if quantised else c for c in caches
+        ]
+
+    def feed(self, tokens: list[int]) -> mx.array:
+        """Logits [T, V] of further tokens."""
+        logits = self._model(mx.array([tokens]), cache=self._caches)[0]
+        mx.eval(logits)
+        return logits
+
+
+@pytest.fixture
+def own() -> type[Own]:
+    return Own
