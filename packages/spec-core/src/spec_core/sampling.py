@@ -156,7 +156,7 @@ class Columns:
         return cls(
             temperature=column([1.0 if r.greedy else r.temperature for r in rows]),
             top_k=mx.array([[r.top_k or vocab_size] for r in rows], dtype=mx.int32),
-            top_p=column([r.top_p for r in rows]),
+            top_p=column([r.top_p if r.top_p < 1.0 else math.inf for r in rows]),
             log_min_p=column([math.log(r.min_p) if r.min_p else -math.inf for r in rows]),
             presence=column([r.presence_penalty for r in rows]),
             frequency=column([r.frequency_penalty for r in rows]),
