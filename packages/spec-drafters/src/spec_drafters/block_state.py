@@ -131,7 +131,7 @@ def _columns(image: StateImage, layer: int, count: int) -> dict[str, mx.array]:
                 raise SeamError(f"the image has no array {layer}.{name}")
             continue
         held = entry.array.shape[0]
-        needed = count if entry.reach is None else min(count, entry.reach)
+        needed = count if entry.reach is None else min(image.length, entry.reach)
         if not needed <= held <= count:
             raise SeamError(f"the image's {layer}.{name} holds {held} of {count} positions")
         planes[name] = mx.pad(entry.array, [(count - held, 0), (0, 0), (0, 0)])

@@ -29,7 +29,11 @@ def inspect_drafter(path: str | Path) -> DrafterSpec:
 
 
 def load_drafter(
-    path: str | Path, target: Target, *, bits: int | None = None, dtype: mx.Dtype | None = None
+    path: str | Path,
+    target: Target,
+    *,
+    bits: int | None = None,
+    dtype: str | mx.Dtype | None = None,
 ) -> BlockDrafter:
     """Load a drafter for a target. Everything is checked before weights are read.
 
@@ -37,7 +41,8 @@ def load_drafter(
         path: a local folder or file.
         target: what it drafts for; lends embedding and head where the drafter has none.
         bits: 4 or 8 to quantise the drafter's matrices, None to keep them dense.
-        dtype: of weights and activations; the file's own if None.
+        dtype: of weights and activations: "float32", "bfloat16" or "float16"; the file's own
+            if None.
 
     Raises:
         PackagingError: the packaging is unknown or not supported.
@@ -47,14 +52,20 @@ def load_drafter(
     """
     if bits not in (None, 4, 8):
         raise InvalidValueError("drafter bits", bits, "4, 8 or None")
-    if dtype is not None and dtype not in _DTYPES.values():
-        raise InvalidValueError("drafter dtype", dtype, "float32, float16 or bfloat16")
+    wanted = None if dtype is None else _dtype(dtype)
     checkpoint = open_checkpoint(Path(path))
     lender = target.lender
     spec = fit(recognize(checkpoint), target.info, lends=lender is not None)
-    precision = Precision(dtype or _own_dtype(checkpoint), bits)
+    precision = Precision(wanted or _own_dtype(checkpoint), bits)
     weights = Weights(checkpoint.read(expected_tensors(spec)), precision)
     return BlockDrafter(spec, weights, lender)
+
+
+def _dtype(name: str | mx.Dtype) -> mx.Dtype:
+    for dtype in _DTYPES.values():
+        if name in (dtype, str(dtype).removeprefix("mlx.core.")):
+            return dtype
+    raise InvalidValueError("drafter dtype", name, "float32, bfloat16 or float16")
 
 
 def _own_dtype(checkpoint: Checkpoint) -> mx.Dtype:
