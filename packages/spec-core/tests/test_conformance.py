@@ -122,17 +122,15 @@ def test_the_oracle_is_right_as_often_as_it_says(probability: float) -> None:
 
 
 class CommitsOneMore(TinyTarget):
-    """Commit is off by one."""
+    """Commit is off by one: the last kept column is the one after it."""
 
     class State(TinyState):
         def commit(self, keep: Sequence[int]) -> None:
             fresh = self.fresh
             super().commit(keep)
-            if fresh and fresh[0].shape[1] > keep[0] > 0:
-                self.history[0] = [
-                    mx.concatenate([h[:-1], new[0, keep[0] : keep[0] + 1]])
-                    for h, new in zip(self.history[0], fresh, strict=True)
-                ]
+            if fresh is not None and fresh.shape[1] > keep[0] > 0:
+                wrong = fresh[0, keep[0] : keep[0] + 1]
+                self.history[0] = mx.concatenate([self.history[0][:-1], wrong])
 
     def new_state(self, rows: int) -> TinyState:
         return self.State(self, rows)
@@ -144,29 +142,23 @@ class KeepsRejected(TinyTarget):
     class State(TinyState):
         def commit(self, keep: Sequence[int]) -> None:
             self.clock.commit(keep)
-            for row in range(self.rows if self.fresh else 0):
-                self.history[row] = [
-                    mx.concatenate([h, new[row]])
-                    for h, new in zip(self.history[row], self.fresh, strict=True)
-                ]
-            self.fresh = []
+            for row in range(self.rows if self.fresh is not None else 0):
+                self.history[row] = mx.concatenate([self.history[row], self.fresh[row]])
+            self.fresh = None
 
     def new_state(self, rows: int) -> TinyState:
         return self.State(self, rows)
 
 
 class LeaksOnZero(TinyTarget):
-    """Only commit([0]) leaves something behind."""
+    """A commit of zeros leaves something behind, where a forward had many columns."""
 
     class State(TinyState):
         def commit(self, keep: Sequence[int]) -> None:
             fresh = self.fresh
             super().commit(keep)
-            if fresh and not any(keep):
-                self.history[0] = [
-                    mx.concatenate([h, new[0, :1]])
-                    for h, new in zip(self.history[0], fresh, strict=True)
-                ]
+            if fresh is not None and fresh.shape[1] > 2 and not any(keep):
+                self.history[0] = mx.concatenate([self.history[0], fresh[0, :1]])
 
     def new_state(self, rows: int) -> TinyState:
         return self.State(self, rows)
@@ -177,7 +169,7 @@ class CommitsFirstRowsKeep(TinyTarget):
 
     class State(TinyState):
         def commit(self, keep: Sequence[int]) -> None:
-            super().commit([min(keep[0], v) for v in self.clock.valid] if self.fresh else keep)
+            super().commit([min(keep[0], v) for v in self.clock.valid])
 
     def new_state(self, rows: int) -> TinyState:
         return self.State(self, rows)
@@ -240,10 +232,11 @@ class LastColumn(TinyTarget):
 
 
 class SeesPadding(TinyTarget):
-    """Columns are summed without regard to order, so padding is visible."""
+    """Columns see each other whatever their order, so padding is visible."""
 
-    def _seen(self, old: mx.array, new: mx.array) -> mx.array:
-        return mx.broadcast_to(old.sum() + new.sum(), new.shape)
+    def _windowed(self, state: TinyState, layer: int, new: mx.array) -> mx.array:
+        old = mx.stack([held[:, layer].sum() for held in state.history])
+        return mx.broadcast_to((old + new.sum(axis=1))[:, None], new.shape)
 
 
 class SelectsSorted(TinyTarget):
@@ -298,20 +291,17 @@ class LiveImage(TinyTarget):
     """An image is the live buffer, which the next commit changes."""
 
     class State(TinyState):
+        pictured: mx.array | None = None
+
         def commit(self, keep: Sequence[int]) -> None:
-            for row in self.history:
-                for array in row:
-                    if self.fresh and array.size:
-                        array[:1] = array[:1] + 1
-                        array[:1] = array[:1] - (0 if hasattr(self, "pictured") else 1)
             super().commit(keep)
+            if self.pictured is not None:
+                self.pictured[:1] = self.pictured[:1] + 1
 
         def image(self, row: int, start: int = 0) -> StateImage:
-            self.pictured = True
-            whole = super().image(row)
-            live = {f"layer{i}": PerToken(h[start:]) for i, h in enumerate(self.history[row])}
-            live["layer0"] = PerToken(self.history[row][0]) if not start else live["layer0"]
-            return StateImage(start, whole.length, MappingProxyType(live))
+            image = super().image(row, start)
+            self.pictured = image.per_token["layer0"].array
+            return image
 
     def new_state(self, rows: int) -> TinyState:
         return self.State(self, rows)
@@ -339,7 +329,7 @@ class ShortReach(TinyTarget):
             return StateImage(start, whole.length, MappingProxyType(parts))
 
         def _restored(self, name: str, image: StateImage) -> mx.array:
-            return mx.array(image.per_token[name].array)
+            return image.per_token[name].array
 
     def new_state(self, rows: int) -> TinyState:
         return self.State(self, rows)

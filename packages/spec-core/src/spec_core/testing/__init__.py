@@ -6,7 +6,7 @@ batch, on how a text is cut into forwards, or on the device: any difference is a
 """
 
 from spec_core.testing.drafter import TinyDrafter, TinyDrafterState
-from spec_core.testing.target import TinyLender, TinyState, TinyTarget
+from spec_core.testing.target import TinyLender, TinyState, TinyTarget, continuation
 from spec_core.testing.text import NoisyOracle, ScriptedDrafter, TextState
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "TinyLender",
     "TinyState",
     "TinyTarget",
+    "continuation",
 ]

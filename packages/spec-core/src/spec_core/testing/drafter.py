@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 import mlx.core as mx
+import numpy as np
 
 from spec_core.errors import SeamError
 from spec_core.seams import Chooser, PerToken, Proposal, RowState, StateImage
-from spec_core.testing._hashes import ODD, mix, token_hash, u32
+from spec_core.testing._hashes import ODD, scatter, u32, words
 from spec_core.testing._rows import check_count, checked, newest
 from spec_core.testing.target import TinyLender, TinyTarget
 
@@ -58,15 +59,19 @@ class TinyDrafterState:
 class TinyDrafter:
     """A drafter with logits of its own, which depend on the taps of every kept position.
 
-    It shares the target's head and the half of the hidden state that depends on the previous
-    token alone, so it is right more often than chance.
+    It shares the target's head and the part of the hidden state that depends on the previous token
+    alone, so it is right more often than chance.
 
     Args:
+        target: lends its head.
         taps: layers it reads.
+        max_block: the most tokens it proposes.
+        seed: of its own part of the hidden states.
         parallel: all slots in one `draft_block`, none of which sees the others; otherwise one
             `draft` a slot, each seeing the token before it.
         token_ids: target ids of a reduced vocabulary.
         confident: states a confidence (a hash: legal, and meaningless).
+        name: for statistics.
     """
 
     needs_host_tokens = False
@@ -85,6 +90,7 @@ class TinyDrafter:
     ) -> None:
         self.target, self.taps, self.max_block, self.seed = target, tuple(taps), max_block, seed
         self.parallel, self.confident, self.name = parallel, confident, name
+        self._words = mx.array(words(target.info.vocab_size, 1, seed * 10 + 7)[:, 0])
         self.token_ids = None if token_ids is None else mx.array(list(token_ids), dtype=mx.int32)
 
     def new_state(self, rows: int, start: int = 0) -> TinyDrafterState:
@@ -110,15 +116,13 @@ class TinyDrafter:
         self, state: TinyDrafterState, tokens: mx.array, taps: Sequence[mx.array]
     ) -> mx.array:
         """[B, T] hash of each column's token, position and taps."""
-        at = mx.array(list(state.lengths), dtype=mx.uint32)[:, None]
-        digest = token_hash(tokens, self.seed) + (
-            at + mx.arange(tokens.shape[1], dtype=mx.uint32)
-        ) * u32(0x27D4EB2F)
+        at = np.array(state.lengths)[:, None] + np.arange(tokens.shape[1])
+        digest = self._words[tokens] + mx.array(at.astype(np.uint32)) * 0x27D4EB2F
         for order, tap in enumerate(taps):
-            values = mx.round(tap.astype(mx.float32) * 64.0).astype(mx.int32).astype(mx.uint32)
-            weights = mix(mx.arange(tap.shape[2], dtype=mx.uint32) + u32(order * 1009))
+            values = (tap.astype(mx.float32) * 64.0 + 128.0).astype(mx.uint32)
+            weights = mx.array(words(1, tap.shape[2], order * 31 + 7)[0])
             digest = digest + (values * weights).sum(axis=2)
-        return mix(digest)
+        return scatter(digest)
 
     def propose(self, state: RowState, anchor: mx.array, count: int, chooser: Chooser) -> Proposal:
         check_count(count, self.max_block)
@@ -136,7 +140,7 @@ class TinyDrafter:
         tokens, scores = [anchor], []
         for slot in range(count):
             prefix = mx.stack(tokens, axis=1)[:, 1:]
-            logits = self._logits(token_hash(tokens[-1], self.target.seed), context + slot)
+            logits = self._logits(tokens[-1], context + u32(slot * ODD))
             choice = chooser.draft(logits, slot, prefix, self.token_ids)
             tokens.append(choice.tokens)
             scores.append(choice.log_q)
@@ -147,21 +151,20 @@ class TinyDrafter:
         self, context: mx.array, anchor: mx.array, count: int, chooser: Chooser
     ) -> tuple[mx.array, mx.array | None]:
         slots = mx.arange(self.max_block, dtype=mx.uint32)[None]
-        base = token_hash(anchor, self.target.seed)[:, None]
-        logits = self._logits(
-            mx.where(slots == 0, base, mix(base + slots)), context[:, None] + slots
-        )
+        known = (anchor[:, None] + slots.astype(mx.int32) * 7) % self.target.info.vocab_size
+        logits = self._logits(known, context[:, None] + slots * ODD)
         choice = chooser.draft_block(logits[:, :count], self.token_ids)
         return choice.tokens, choice.log_q
 
-    def _logits(self, base: mx.array, context: mx.array) -> mx.array:
-        hidden = self.target.hidden(base, mix(context + u32(self.seed * 77)))
+    def _logits(self, tokens: mx.array, context: mx.array) -> mx.array:
+        """[..., V] or reduced logits, from [...] previous tokens and [...] context hashes."""
+        hidden = self.target.hidden(tokens, scatter(context + u32(self.seed * 77)))
         logits = TinyLender(self.target).unembed(hidden)
         return logits if self.token_ids is None else logits[..., self.token_ids]
 
     def _confidence(self, context: mx.array, count: int) -> mx.array:
         slots = mx.arange(count, dtype=mx.uint32)[None]
-        bits = mix(context[:, None] * ODD + slots) & 1023
+        bits = scatter(context[:, None] + slots * ODD) & 1023
         return bits.astype(mx.float32) / 1024.0
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import mlx.core as mx
+import numpy as np
 
 from spec_core.errors import SeamError, UnsupportedError
 from spec_core.kv import RowClock
@@ -17,24 +18,30 @@ from spec_core.seams import (
     PerToken,
     RowState,
     StateImage,
+    Target,
     TargetInfo,
     TargetState,
 )
-from spec_core.testing._hashes import ODD, half, mix, token_hash, u32
-from spec_core.testing._rows import checked, newest
+from spec_core.testing._hashes import ODD, halves, scatter, u32, words
+from spec_core.testing._rows import checked, ints, newest
+
+_CONTEXTS = 4096
 
 
 class TinyState:
-    """The state of a `TinyTarget`: for each row and layer, what each position contributes."""
+    """The state of a `TinyTarget`.
+
+    Attributes:
+        history: for each row, [n, layers] what each of its positions contributes; for a
+            recurrent target [1, layers], their sum.
+        fresh: [B, T, layers] contributions of the provisional positions, or None.
+    """
 
     def __init__(self, owner: TinyTarget, rows: int) -> None:
         self.owner = owner
         self.clock = RowClock(rows)
-        self.history = [self._empty_row() for _ in range(rows)]
-        self.fresh: list[mx.array] = []
-
-    def _empty_row(self) -> list[mx.array]:
-        return [mx.zeros((0,), dtype=mx.uint32) for _ in range(self.owner.info.num_layers)]
+        self.history = [mx.zeros((0, owner.info.num_layers), dtype=mx.uint32)] * rows
+        self.fresh: mx.array | None = None
 
     @property
     def rows(self) -> int:
@@ -45,79 +52,72 @@ class TinyState:
         return tuple(self.clock.lengths)
 
     def commit(self, keep: Sequence[int]) -> None:
-        fresh, provisional = self.fresh, self.clock.provisional
         self.clock.commit(keep)
-        for row, count in enumerate(keep if provisional else ()):
-            self.history[row] = [
-                self._appended(old, new[row, :count])
-                for old, new in zip(self.history[row], fresh, strict=True)
+        if self.fresh is not None:
+            self.history = [
+                self._appended(old, self.fresh[row, : keep[row]]) if keep[row] else old
+                for row, old in enumerate(self.history)
             ]
-        self.fresh = []
+        self.fresh = None
 
     def _appended(self, old: mx.array, new: mx.array) -> mx.array:
         joined = mx.concatenate([old, new])
-        if self.owner.recurrent:
-            return joined.sum(keepdims=True)
-        return joined
+        return joined.sum(axis=0, keepdims=True) if self.owner.recurrent else joined
 
     def select(self, rows: Sequence[int]) -> None:
         self.clock.settled()
         chosen = checked(rows, self.rows)
-        lengths = self.clock.lengths
         self.history = [self.history[r] for r in chosen]
-        self.clock = RowClock(len(chosen))
-        self.clock.lengths = [lengths[r] for r in chosen]
+        self.clock.select(chosen)
 
     def join(self, other: RowState) -> None:
         if not isinstance(other, TinyState) or other.owner is not self.owner:
             raise SeamError("join: the other state belongs to a different target")
-        self.clock.settled()
-        other.clock.settled()
-        lengths = self.clock.lengths + other.clock.lengths
+        self.clock.join(other.clock)
         self.history = self.history + other.history
-        self.clock = RowClock(len(lengths))
-        self.clock.lengths = lengths
 
     def image(self, row: int, start: int = 0) -> StateImage:
         self.clock.settled()
-        length = self.clock.lengths[row]
+        length, held = self.clock.lengths[row], self.history[row]
         if self.owner.recurrent:
-            arrays = {f"layer{i}": mx.array(h) for i, h in enumerate(self.history[row])}
-            mx.eval(list(arrays.values()))
-            return StateImage(start, length, at_end=MappingProxyType(arrays))
-        tokens = {
-            f"layer{i}": PerToken(newest(h, length, start), self.owner.window)
-            for i, h in enumerate(self.history[row])
+            whole = newest(held, held.shape[0], 0)
+            sums = {name: whole[:, i] + 0 for i, name in enumerate(self._names)}
+            mx.eval(sums)
+            return StateImage(start, length, at_end=MappingProxyType(sums))
+        parts = {
+            name: PerToken(newest(held[:, i], length, start), self.owner.window)
+            for i, name in enumerate(self._names)
         }
-        return StateImage(start, length, per_token=MappingProxyType(tokens))
+        return StateImage(start, length, per_token=MappingProxyType(parts))
 
     def restore(self, row: int, image: StateImage) -> None:
         self.clock.settled()
         if self.clock.lengths[row]:
             raise SeamError(f"restore: row {row} holds {self.clock.lengths[row]} positions, not 0")
-        self.history[row] = [self._restored(f"layer{i}", image) for i in range(len(self._layers))]
+        columns = [self._restored(name, image) for name in self._names]
+        self.history[row] = mx.stack(columns, axis=1)
         self.clock.lengths[row] = image.length
 
     @property
-    def _layers(self) -> range:
-        return range(self.owner.info.num_layers)
+    def _names(self) -> list[str]:
+        return [f"layer{i}" for i in range(self.owner.info.num_layers)]
 
     def _restored(self, name: str, image: StateImage) -> mx.array:
         recurrent = self.owner.recurrent
         if name not in (image.at_end if recurrent else image.per_token):
             raise SeamError(f"restore: the image has no {name!r}")
         if recurrent:
-            return mx.array(image.at_end[name])
+            return image.at_end[name]
         array = image.per_token[name].array
         needed = min(image.length, self.owner.window or image.length)
         if array.shape[0] < needed:
             raise SeamError(
                 f"restore: {name!r} holds {array.shape[0]} positions, {needed} are needed"
             )
-        return mx.array(array)
+        return array[array.shape[0] - needed :]
 
     def pending(self) -> Sequence[mx.array]:
-        return [array for row in self.history for array in row] + list(self.fresh)
+        return self.history if self.fresh is None else [*self.history, self.fresh]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,7 @@ class TinyLender:
 
     def embed(self, tokens: mx.array) -> mx.array:
         """[..., H] embedding rows (`embed_scale` is 1)."""
-        base = token_hash(tokens, self.owner.seed)
-        return self.owner.hidden(base, mix(base))
+        return self.owner.hidden(tokens, self.owner.token_words[tokens])
 
     def unembed(self, hidden: mx.array) -> mx.array:
         """[..., V] logits of a last layer's tap; there is no norm."""
@@ -139,12 +138,17 @@ class TinyLender:
 class TinyTarget:
     """A target whose next token depends on every earlier token and its position.
 
-    Half of the last hidden state depends on the newest token alone, so that a `TinyDrafter` can
-    be right sometimes; the other half is a hash of the whole visible text.
+    The larger part of a hidden state depends on the newest token alone, so that a `TinyDrafter`
+    can be right sometimes; the other part is a hash of the whole visible text.
 
     Args:
-        scale: spread of the logits; 3 gives a standard deviation of about 2.8.
+        vocab: V.
+        hidden: H.
+        layers: how many.
+        seed: of all its tables.
+        dtype: of taps and logits.
         window: a position sees itself and the `window - 1` before it, in each layer.
+        scale: spread of the logits; 2 gives a standard deviation of about 2.
         recurrent: only a running sum is kept, so that a row's image is valid at its end only.
         tappable: if false, taps are refused.
         has_lender: whether embedding and head are lent.
@@ -159,7 +163,7 @@ class TinyTarget:
         dtype: mx.Dtype = mx.float32,
         window: int | None = None,
         *,
-        scale: float = 3.0,
+        scale: float = 2.0,
         recurrent: bool = False,
         tappable: bool = True,
         has_lender: bool = True,
@@ -178,8 +182,12 @@ class TinyTarget:
             tappable=tappable,
             taps_refused="" if tappable else "made without taps",
         )
-        rows = mix(mx.arange(vocab, dtype=mx.uint32) + u32(seed * 104729 + 5))
-        self.head = ((half(rows, hidden) + half(mix(rows), hidden)).T).astype(dtype)
+        self.token_words = mx.array(words(vocab, 1, seed * 10 + 1)[:, 0])
+        self._token_halves = 2.0 * halves(vocab, hidden, seed * 10 + 2)
+        self._context_halves = halves(_CONTEXTS, hidden, seed * 10 + 3)
+        first, second = halves(hidden, vocab, seed * 10 + 4), halves(hidden, vocab, seed * 10 + 5)
+        self.head = (first + second).astype(dtype)
+        self.known: dict[tuple[int, ...], int] = {}
 
     @property
     def info(self) -> TargetInfo:
@@ -189,10 +197,17 @@ class TinyTarget:
     def lender(self) -> EmbeddingLender | None:
         return TinyLender(self) if self._has_lender else None
 
-    def hidden(self, base: mx.array, x: mx.array) -> mx.array:
-        """[..., H] hidden states from [...] hashes of the token and of the visible text."""
-        width = self._info.hidden_size
-        return (half(base, width) + half(x, width)).astype(self.dtype)
+    def hidden(self, tokens: mx.array, context: mx.array) -> mx.array:
+        """[..., H] hidden states from [...] tokens and [...] hashes of the visible text."""
+        half = self._context_halves[context >> 20]
+        return (self._token_halves[tokens] + half).astype(self.dtype)
+
+    def greedy(self, text: Sequence[int], count: int) -> list[int]:
+        """The `count` tokens that the target itself puts after `text`, which is not empty.
+
+        Remembered, so that asking again is cheap.
+        """
+        return continuation(self, text, count, self.known)
 
     def new_state(self, rows: int) -> TinyState:
         return TinyState(self, rows)
@@ -210,14 +225,15 @@ class TinyTarget:
             raise SeamError("forward: the state belongs to a different target")
         self._check(tokens, state, taps)
         state.clock.begin(tokens.shape[1], valid)
-        base = token_hash(tokens, self.seed)
-        streams = self._layers(base, state)
-        hidden = {i - 1: self.hidden(base, x) for i, x in enumerate(streams) if i - 1 in taps}
-        last = hidden.get(self._info.num_layers - 1)
-        last = self.hidden(base, streams[-1]) if last is None else last
-        return Forward(
-            self._logits(last, logits, state.clock.valid), tuple(hidden[i] for i in taps)
-        )
+        streams = self._streams(tokens, state)
+        tapped = tuple(self.hidden(tokens, streams[i + 1]) for i in taps)
+        if logits == "none":
+            return Forward(None, tapped)
+        last = self.hidden(tokens, streams[-1])
+        if logits == "last":
+            at = mx.array([max(v - 1, 0) for v in state.clock.valid], dtype=mx.int32)
+            last = mx.take_along_axis(last, at[:, None, None], axis=1)
+        return Forward(TinyLender(self).unembed(last), tapped)
 
     def _check(self, tokens: mx.array, state: TinyState, taps: Sequence[int]) -> None:
         if tokens.ndim != 2 or tokens.shape[0] != state.rows or tokens.shape[1] < 1:
@@ -229,32 +245,59 @@ class TinyTarget:
         if any(not -1 <= i < self._info.num_layers for i in taps):
             raise SeamError(f"taps {list(taps)} must lie in -1..{self._info.num_layers - 1}")
 
-    def _layers(self, base: mx.array, state: TinyState) -> list[mx.array]:
+    def _streams(self, tokens: mx.array, state: TinyState) -> list[mx.array]:
         """[B, T] hashes after the embedding and after each layer; leaves them in `state.fresh`."""
-        positions = state.clock.positions(base.shape[1]).astype(mx.uint32)
-        streams, fresh = [mix(base)], []
+        places = state.clock.positions(tokens.shape[1]).astype(mx.uint32) * ODD
+        streams, fresh = [self.token_words[tokens]], []
+        totals = self._totals(state)
         for layer in range(self._info.num_layers):
-            new = mix(streams[-1] * ODD + positions * 0x27D4EB2F + u32(layer * 97 + self.seed))
-            sums = [self._seen(state.history[b][layer], new[b]) for b in range(state.rows)]
-            streams.append(mix(streams[-1] * 0x165667B1 + mx.stack(sums)))
+            new = scatter(streams[-1] + places + u32(layer * 977 + self.seed))
+            seen = self._windowed(state, layer, new)
+            if seen is None:
+                seen = totals[:, layer : layer + 1] + mx.cumsum(new, axis=1)
+            streams.append(scatter(streams[-1] * 0x165667B1 + seen))
             fresh.append(new)
-        state.fresh = fresh
+        state.fresh = mx.stack(fresh, axis=2)
         return streams
 
-    def _seen(self, old: mx.array, new: mx.array) -> mx.array:
-        """[T] sum of what each new column sees: [n] older and [T] new contributions."""
-        have, columns = old.shape[0], new.shape[0]
-        both = mx.concatenate([old, new])
-        key, query = mx.arange(have + columns)[None], mx.arange(have, have + columns)[:, None]
-        visible = key <= query
-        if self.window is not None:
-            visible = visible & (key > query - self.window)
-        return mx.where(visible, both[None], u32(0)).sum(axis=1)
+    def _totals(self, state: TinyState) -> mx.array:
+        """[B, layers] sums over what each row holds."""
+        return mx.stack([held.sum(axis=0) for held in state.history])
 
-    def _logits(self, last: mx.array, rows: LogitRows, valid: Sequence[int]) -> mx.array | None:
-        if rows == "none":
+    def _windowed(self, state: TinyState, layer: int, new: mx.array) -> mx.array | None:
+        """[B, T] sums of what each new column sees, where there is a window."""
+        if self.window is None:
             return None
-        if rows == "last":
-            at = mx.array([max(v - 1, 0) for v in valid], dtype=mx.int32)
-            last = mx.take_along_axis(last, at[:, None, None], axis=1)
-        return TinyLender(self).unembed(last)
+        rows = []
+        for row, held in enumerate(state.history):
+            old = held[max(held.shape[0] - self.window, 0) :, layer]
+            have, columns = old.shape[0], new.shape[1]
+            key, query = np.arange(have + columns), np.arange(have, have + columns)[:, None]
+            visible = mx.array((key <= query) & (key > query - self.window))
+            both = mx.concatenate([old, new[row]])
+            rows.append(mx.where(visible, both, u32(0)).sum(axis=1))
+        return mx.stack(rows)
+
+
+def continuation(
+    target: Target, text: Sequence[int], count: int, known: dict[tuple[int, ...], int]
+) -> list[int]:
+    """The `count` tokens that a target itself puts after `text`, by plain greedy decoding.
+
+    Each by one forward of the whole text on a fresh state: independent of commit and of rounds.
+
+    Args:
+        target: any target.
+        text: at least one token.
+        count: how many tokens.
+        known: the token after each text that was asked for before; added to.
+    """
+    whole = list(text)
+    for _ in range(count):
+        key = tuple(whole)
+        if key not in known:
+            logits = target.forward(mx.array([whole]), target.new_state(1), logits="last").logits
+            assert logits is not None
+            known[key] = ints(mx.argmax(logits, axis=-1))[0][0]
+        whole.append(known[key])
+    return whole[len(text) :]

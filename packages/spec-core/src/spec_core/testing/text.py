@@ -7,22 +7,21 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import mlx.core as mx
+import numpy as np
 
 from spec_core.errors import SeamError
-from spec_core.seams import Chooser, PerToken, Proposal, RowState, StateImage, TargetState
-from spec_core.testing._hashes import ODD, fraction, half, mix, mix_int, u32
+from spec_core.seams import Chooser, PerToken, Proposal, RowState, StateImage, Target
+from spec_core.testing._hashes import ODD, fraction, mix_int, words
 from spec_core.testing._rows import check_count, checked, ints, newest
-from spec_core.testing.target import TinyTarget
+from spec_core.testing.target import TinyTarget, continuation
 
 
 @dataclass(slots=True)
 class TextRow:
-    """One row's text from position `base` on, and a target run over its first `fed` tokens."""
+    """One row's text from position `base` on."""
 
     base: int
     tokens: list[int]
-    fed: int = 0
-    run: TargetState | None = None
 
     @property
     def length(self) -> int:
@@ -87,7 +86,9 @@ class ScriptedDrafter:
     Args:
         script: from the row's text with the anchor last to the guesses that follow; fewer than
             asked, or none, is legal. More are cut.
+        max_block: the most tokens it proposes.
         confidence: what it claims for slot 0, 1, ... of every row; None: it does not know.
+        name: for statistics.
     """
 
     taps: Sequence[int] = ()
@@ -152,11 +153,14 @@ class NoisyOracle:
     the batch or on the draft length.
 
     Args:
-        target: asked one row at a time, on states of the oracle's own.
+        target: asked for its greedy continuation of each row's text.
         probability: of being right, at each position.
+        seed: of the errors.
+        max_block: the most tokens it proposes.
         stochastic: guesses are drawn through the chooser from logits that favour what it would
             have guessed, so that `log_q` is stated where rows sample.
         confident: states a confidence: 0.95 where it is right, 0.2 where it is not.
+        name: for statistics.
     """
 
     taps: Sequence[int] = ()
@@ -164,7 +168,7 @@ class NoisyOracle:
 
     def __init__(
         self,
-        target: TinyTarget,
+        target: Target,
         probability: float = 0.7,
         seed: int = 0,
         max_block: int = 4,
@@ -180,6 +184,7 @@ class NoisyOracle:
             max_block,
         )
         self.stochastic, self.confident, self.name = stochastic, confident, name
+        self._known = target.known if isinstance(target, TinyTarget) else {}
 
     def new_state(self, rows: int, start: int = 0) -> TextState:
         return TextState(rows, start)
@@ -206,7 +211,7 @@ class NoisyOracle:
         return fraction(position * ODD + self.seed * 40503 + 11) < self.probability
 
     def _guesses(self, row: TextRow, anchor: int, count: int) -> list[int]:
-        truth = self._continuation(row, anchor, count)
+        truth = continuation(self.target, [*row.tokens, anchor], count, self._known)
         return [self._noisy(t, row.length + 1 + i) for i, t in enumerate(truth)]
 
     def _noisy(self, token: int, position: int) -> int:
@@ -215,27 +220,13 @@ class NoisyOracle:
         vocab = self.target.info.vocab_size
         return (token + 1 + mix_int(position + self.seed * 31) % (vocab - 1)) % vocab
 
-    def _continuation(self, row: TextRow, anchor: int, count: int) -> list[int]:
-        """The target's greedy tokens after the row's text and the anchor."""
-        run = row.run = row.run or self.target.new_state(1)
-        if row.fed < len(row.tokens):
-            self.target.forward(mx.array([row.tokens[row.fed :]]), run, logits="none")
-            run.commit([len(row.tokens) - row.fed])
-            row.fed = len(row.tokens)
-        truth = [anchor]
-        while len(truth) <= count:
-            logits = self.target.forward(mx.array([truth]), run, logits="last").logits
-            assert logits is not None
-            truth.append(ints(mx.argmax(logits, axis=-1))[0][0])
-            run.commit([0])
-        return truth[1:]
-
     def _favouring(self, tokens: mx.array, rows: Sequence[TextRow]) -> mx.array:
         """[B, K, V] logits: hashed noise, with 2.5 added to the guess."""
         vocab, count = self.target.info.vocab_size, tokens.shape[1]
-        at = mx.array([[r.length + 1 + i for i in range(count)] for r in rows], dtype=mx.uint32)
-        noise = half(mix(at + u32(self.seed * 65537)), vocab) * 3.0
-        return noise + 2.5 * (mx.arange(vocab) == tokens[..., None])
+        table = words(257, vocab, self.seed + 31)
+        noise = np.stack([table[(row.length + np.arange(count)) % 257] for row in rows])
+        scaled = mx.array(noise.astype(np.float32) * (3.0 / 2**32))
+        return scaled + 2.5 * (mx.arange(vocab) == tokens[..., None])
 
     def _confidence(self, rows: Sequence[TextRow], count: int) -> mx.array:
         return mx.array(
