@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from spec_core.batch import Batch
 from spec_core.chooser import RoundChooser, Sampler
+from spec_core.conformance import check_drafter
 from spec_core.errors import SeamError
 from spec_core.policy import ConfidenceThreshold, FixedLength
 from spec_core.request import Request
@@ -280,3 +281,11 @@ class TestLossless:
             assert batch_tokens(target, combined, requests, length) == batch_tokens(
                 target, None, requests, None
             )
+
+
+def test_it_keeps_the_contract_of_a_drafter() -> None:
+    """On texts that never repeat, so that each row asks the drafter, alone and in a batch."""
+    target = TinyTarget(vocab=64)
+    combined = Combined(Lookup(max_block=6), TinyDrafter(target, confident=True))
+    texts = [[n + 12 * row for n in range(11)] for row in range(4)]
+    check_drafter(combined, target, texts=texts)

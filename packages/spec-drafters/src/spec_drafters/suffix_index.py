@@ -59,7 +59,7 @@ class SuffixIndex:
         for at in range(end, max(end - self.depth, -1), -1):
             key = node << _TOKEN_BITS | text[at]
             child = children.get(key)
-            if child is None or (child < 0 and end - at + 1 == self.depth):
+            if child is None:
                 children[key] = ~end
                 return
             if child < 0:
