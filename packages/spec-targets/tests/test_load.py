@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -81,16 +82,37 @@ def test_a_file_is_not_a_folder(folder: Path) -> None:
         load_target(folder / "config.json")
 
 
-def test_an_unreachable_hub_is_named(tmp_path: Path) -> None:
+def _ask_hub(home: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     code = (
         "from spec_targets import load_target, TargetNotFoundError\n"
         "try: load_target('nobody/nothing')\n"
         "except TargetNotFoundError as error: print(error)\n"
     )
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=offline)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"HF_HOME": str(home), "PYTHONPATH": ":".join(sys.path), **env},
+    )
+
+
+def test_an_unreachable_hub_is_named(tmp_path: Path) -> None:
+    run = _ask_hub(tmp_path, {"HF_HUB_OFFLINE": "1"})
     assert run.stdout.startswith("nobody/nothing is neither a folder nor in the local hub cache")
     assert run.stdout.count("\n") == 1
+
+
+def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        hub = {
+            "HF_HUB_OFFLINE": "0",
+            "HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}",
+        }
+        run = _ask_hub(tmp_path, hub)
+    assert run.stdout.startswith("nobody/nothing is neither a folder nor in the local hub cache")
 
 
 def test_no_config(folder: Path) -> None:
