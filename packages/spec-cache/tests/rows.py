@@ -6,6 +6,7 @@ is shifted by a position, cannot be right by chance.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from types import MappingProxyType
 import mlx.core as mx
 import numpy as np
 
-from spec_cache import Hit, Namespace
+from spec_cache import Hit, Namespace, PrefixCache
 from spec_core.seams import PerToken, StateImage
 
 BLOCK = 8
@@ -105,6 +106,27 @@ def check(kind: Kind, tokens: Sequence[int], hit: Hit) -> None:
             same(found.per_token[key].array, held.array[hit.length - reach :])
         for key, array in image.at_end.items():
             same(found.at_end[key], array)
+
+
+KIND_OF = {"same": WINDOW, "hybrid": HYBRID}
+
+
+def converse(cache: PrefixCache, namespace: Namespace, rng: random.Random) -> None:
+    """A few turns that share one of three beginnings with other conversations."""
+    kind = KIND_OF.get(namespace.target, KINDS[0])
+    start = random.Random(rng.randrange(3))
+    tokens = [start.randrange(50) for _ in range(40)]
+    for _ in range(3):
+        tokens += [rng.randrange(4) for _ in range(rng.randrange(1, 20))]
+        hit = cache.match(namespace, tokens)
+        check(kind, tokens, hit)
+        done = hit.length
+        while done < len(tokens):
+            end = min(done + 16, len(tokens))
+            begin = cache.missing(namespace, tokens, end, since=done, checkpoint=True)
+            if begin is not None:
+                cache.store(namespace, tokens, picture(kind, tokens[:end], begin))
+            done = end
 
 
 def same(left: mx.array, right: mx.array) -> None:

@@ -49,9 +49,7 @@ class Model:
 
     def _evict(self, keep: Path) -> bool:
         leaves = [
-            p
-            for p in self.used
-            if p != keep[: len(p)] and not any(q[:-1] == p for q in self.used)
+            p for p in self.used if p != keep[: len(p)] and not any(q[:-1] == p for q in self.used)
         ]
         if leaves:
             del self.used[min(leaves, key=lambda p: self.used[p])]

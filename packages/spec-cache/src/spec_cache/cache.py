@@ -200,8 +200,8 @@ class PrefixCache:
                 f"the images have seen {length} positions, but there are {len(tokens)} tokens"
             )
         chain = self._chain(namespace, tokens)
+        self._adopt(chain.root, schema)
         with self._mutex:
-            self._adopt(chain.root, schema)
             wanted = entries_in(chain, schema, parts, checkpoint)
             accepted, refused = self._accept(chain, schema, start, wanted)
         payloads = self._make(chain, schema, parts, accepted)
@@ -311,20 +311,23 @@ class PrefixCache:
         return None if schema is None else (schema, self._names[root])
 
     def _adopt(self, root: bytes, schema: Schema) -> None:
-        """Make a live picture's schema the namespace's."""
-        known = self._schema(root)
-        if known is not None and known != schema:
-            if root in self._live:
+        """Make a live picture's schema the namespace's; what a file says of it gives way."""
+        with self._mutex:
+            known = self._schema(root)
+            if root in self._live and known != schema:
                 raise CacheError(
                     f"a picture with the parts and arrays {schema} does not fit to those stored "
                     f"before, {known}; use another namespace for it"
                 )
+            self._schemas[root] = schema
+            self._live.add(root)
+        if known not in (None, schema):
             self._report(
                 "stored prefixes are of another kind than this model's states, and are removed"
             )
-            self._tiers.forget(root)
-        self._schemas[root] = schema
-        self._live.add(root)
+            cleared = self._tiers.forget(root)
+            if cleared is not None:
+                cleared.result()
 
     def _find(self, chain: Chain, limit: int) -> tuple[Schema | None, Found, list[Payload], bool]:
         """The longest resumable prefix with its contents, and whether something was damaged."""

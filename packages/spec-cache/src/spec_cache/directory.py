@@ -31,6 +31,7 @@ _HEX = "[0-9a-f]{40}"
 _ROOT = re.compile(_HEX)
 _FILE = re.compile(rf"({_HEX})-({_HEX})-(\d+)-(\d+)-((?:\d+(?:\.\d+)*)?)\.safetensors")
 _POLL_SECONDS = 0.01
+_COUNT_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +136,15 @@ class DirectoryLock:
     def __init__(self, directory: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._handle = os.open(directory / LOCK, flags, 0o600)
+        os.ftruncate(self._handle, _COUNT_BYTES)
 
     def count(self) -> int:
-        return int.from_bytes(os.pread(self._handle, 8, 0), "little")
+        return int.from_bytes(os.pread(self._handle, _COUNT_BYTES, 0), "little")
 
     def advance(self) -> int:
         """Only while the lock is held."""
-        count = (self.count() + 1) % 2**64
-        os.pwrite(self._handle, count.to_bytes(8, "little"), 0)
+        count: int = (self.count() + 1) % 256**_COUNT_BYTES
+        os.pwrite(self._handle, count.to_bytes(_COUNT_BYTES, "little"), 0)
         return count
 
     @contextlib.contextmanager

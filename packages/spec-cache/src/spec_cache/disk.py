@@ -119,14 +119,19 @@ class DiskTier:
         """The tokens in an entry's header. Raises DamagedError or OSError."""
         return entry_tokens(files.read_metadata(file_path(self.directory, entry)), entry)
 
-    def drop(self, entry: Entry, error: Exception) -> None:
-        """Forget an entry that could not be used, remove its file if it is at fault, say so."""
+    def drop(self, entry: Entry, error: DamagedError | OSError) -> None:
+        """Forget an entry that could not be used, remove its file if it is at fault, say so.
+
+        Where a file has vanished others may have, too: the directory is looked through again.
+        """
         with self._mutex:
             known = self._tree.remove(entry.key) is not None
             self._known = -1
-        if isinstance(error, DamagedError):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if isinstance(error, DamagedError):
                 file_path(self.directory, entry).unlink(missing_ok=True)
+            elif isinstance(error, FileNotFoundError):
+                self._rescan(exact=False)
         if known:
             self._report(f"cache file {file_name(entry)} is a miss: {_reason(error)}")
 
