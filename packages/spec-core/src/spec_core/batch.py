@@ -185,6 +185,11 @@ class Batch:
         return sum(row.finish is None for row in self._rows())
 
     @property
+    def busy(self) -> bool:
+        """A further `step` is wanted: rows decode, outcomes wait, or ended rows still hold memory."""
+        return self._lanes is not None or bool(self._ready)
+
+    @property
     def keys(self) -> list[int]:
         """Keys of the rows that still decode."""
         return [row.key for row in self._rows() if row.finish is None]
@@ -211,7 +216,7 @@ class Batch:
         if prefill.anchor is None or prefill.row.finish is not None:
             raise SeamError("only a prefill that has given its first token, and goes on, can join")
         self._drain()
-        self._compact()
+        self._release()
         lanes = self._lanes
         if lanes is None:
             self._lanes = Lanes(
@@ -234,13 +239,16 @@ class Batch:
         return prefill.row.key
 
     def leave(self, key: int) -> None:
-        """Take a row out before its end (a client left). Unknown keys are ignored: it ended."""
+        """Take a row out before its end (a client left). Unknown keys are ignored: it ended.
+
+        What the round in flight gave to other rows comes with the next `step`.
+        """
         self._drain()
         self._ready = [outcome for outcome in self._ready if outcome.key != key]
         for row in self._rows():
             if row.key == key and row.finish is None:
                 row.finish = "stop"
-        self._compact()
+        self._release()
 
     def image(self, key: int, start: int = 0) -> RowImage:
         """A picture of a row, which may just have finished, from position `start` on.
@@ -314,6 +322,11 @@ class Batch:
         if self._flight is not None and self._lanes is not None:
             flight, self._flight = self._flight, None
             self._ready += settle(self._lanes, flight)
+
+    def _release(self) -> None:
+        """Take finished rows out, unless an end is not reported yet: such a row can be imaged."""
+        if not self._ready:
+            self._compact()
 
     def _compact(self) -> None:
         """Take finished rows out: the last row fills each hole, so that one row moves at most."""
