@@ -1,1 +1,1 @@
-"""The spec command: lossless speculative decoding for MLX from a terminal, with a bundled demonstration pair."""
+"""The `spec` command: lossless speculative decoding for MLX from a terminal."""

@@ -96,11 +96,13 @@ class TargetParts:
 
     Attributes:
         dtype: of the activations.
+        model: mlx-lm's own module, for comparison with its generation loop.
     """
 
     target: Target
     folder: Path
     dtype: str
+    model: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +195,8 @@ def load_target_parts(options: LoadOptions, folder: Path) -> TargetParts:
     loaded = load_target(
         folder, dtype=dtype, kv_bits=options.kv_bits, trust_remote_code=options.trust_remote_code
     )
-    return TargetParts(loaded.target, folder, dtype or _activations(loaded.target))
+    model = loaded.target._runner._bones.anatomy.model
+    return TargetParts(loaded.target, folder, dtype or _activations(loaded.target), model)
 
 
 def default_dtype(config: Mapping[str, Any]) -> DType | None:

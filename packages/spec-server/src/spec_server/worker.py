@@ -58,7 +58,7 @@ class Worker:
         self._ready: Future[None] = Future()
         self._closing = threading.Event()
         self._gate = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="spec-engine", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="spec-engine", daemon=True)
         self._waiting: deque[Job] = deque()
         self._prefills: deque[tuple[Job, Prefill]] = deque()
         self._decoding: dict[int, Job] = {}
@@ -70,7 +70,11 @@ class Worker:
             SpecError, or whatever loading raised.
         """
         self._thread.start()
-        self._ready.result()
+        try:
+            self._ready.result()
+        except BaseException:
+            self._thread.join()
+            raise
 
     def submit(self, job: Job) -> None:
         """Queue a job.
@@ -94,6 +98,20 @@ class Worker:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._closing.is_set()
+
+    def _main(self) -> None:
+        """The thread. MLX's streams end with it: one that is left makes the process abort at exit."""
+        try:
+            self._run()
+        finally:
+            mx.clear_streams()
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        finally:
+            # Streams that end with their thread race with the end of the process.
+            mx.clear_streams()
 
     def _run(self) -> None:
         try:

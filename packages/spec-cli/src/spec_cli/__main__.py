@@ -1,0 +1,5 @@
+"""`python -m spec_cli` is `spec`."""
+
+from spec_cli.main import main
+
+main()

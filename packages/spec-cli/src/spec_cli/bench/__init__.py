@@ -1,0 +1,1 @@
+"""Measuring drafters against plain decoding, prompt by prompt."""

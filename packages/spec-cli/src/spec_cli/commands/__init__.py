@@ -1,0 +1,1 @@
+"""The commands. Each imports what is heavy only when it runs."""

@@ -1,0 +1,101 @@
+"""The `spec` command: which commands there are, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from spec_cli.commands.benchmark import benchmark
+from spec_cli.commands.generate import generate
+from spec_cli.commands.models import models
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+INTERNAL = 70
+
+
+PACKAGES = ("spec-cli", "spec-server", "spec-targets", "spec-drafters", "spec-cache", "spec-core")
+
+
+def show_versions(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """Print all packages' versions and leave."""
+    if not wanted or context.resilient_parsing:
+        return
+    from importlib.metadata import version
+
+    for name in PACKAGES:
+        click.echo(f"{name} {version(name)}")
+    context.exit()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=show_versions,
+    help="Show the version of every package and exit.",
+)
+def cli() -> None:
+    """Lossless speculative decoding for MLX.
+
+    Without --model, commands use spec-tiny, a small model that comes with this program together
+    with its drafters. It has 9 million parameters: good for short code and tool calls, not for
+    facts.
+    """
+
+
+for _command in (generate, benchmark, models):
+    cli.add_command(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and exit: 0; 1 what was asked cannot be done; 2 wrong usage; 130 Ctrl-C."""
+    # transformers advises everyone without PyTorch to install it.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code; every error is one sentence on stderr."""
+    try:
+        code = cli.main(args=arguments, prog_name="spec", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.UsageError as error:
+        error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        return _failed(error.format_message(), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        return _failed("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # Nobody reads any more: keep the interpreter from failing again at its last flush.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        return _explain(error)
+
+
+def _explain(error: Exception) -> int:
+    from spec_core.errors import InvalidValueError, SpecError
+
+    if isinstance(error, InvalidValueError):
+        return _failed(str(error), 2)
+    if isinstance(error, SpecError):
+        return _failed(str(error), 1)
+    if os.environ.get("SPEC_TRACEBACK"):
+        raise error
+    return _failed(
+        f"internal error: {type(error).__name__}: {error} "
+        "(set SPEC_TRACEBACK=1 to see where; please report it)",
+        INTERNAL,
+    )
+
+
+def _failed(sentence: str, code: int) -> int:
+    click.echo(f"spec: {sentence}", err=True)
+    return code

@@ -1,0 +1,92 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+MODES = ("auto", "dspark", "dflash", "eagle3", "lookup", "baseline")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def draft_length(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
+    """A cap on guesses a round: a number, or None for `full` (or 0), the whole block."""
+    text = value.strip()
+    if text == "full":
+        return None
+    if not text.isdecimal():
+        raise click.BadParameter(f"{text!r} is neither a whole number nor 'full'")
+    return int(text) or None
+
+
+def draft_lengths(
+    context: click.Context, parameter: click.Parameter, value: str
+) -> tuple[int | None, ...]:
+    """Several draft lengths, separated by commas."""
+    return tuple(draft_length(context, parameter, part) for part in value.split(","))
+
+
+def names_of(allowed: tuple[str, ...]) -> Callable[..., tuple[str, ...] | None]:
+    """A callback for names out of a fixed set, separated by commas."""
+
+    def parse(
+        context: click.Context, parameter: click.Parameter, value: str | None
+    ) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        names = tuple(part.strip() for part in value.split(","))
+        for name in names:
+            if name not in allowed:
+                raise click.BadParameter(f"{name!r} is not one of {', '.join(allowed)}")
+        return names
+
+    return parse
+
+
+def apply(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
+    """Several option decorators as one, in the order of the help text."""
+
+    def decorate(function: Decorated) -> Decorated:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+BITS = click.Choice(("4", "8"))
+
+model_option = click.option(
+    "--model", metavar="FOLDER|ID", help="Target model. [default: the bundled spec-tiny]"
+)
+
+loading_options = apply(
+    click.option(
+        "--dtype",
+        type=click.Choice(DTYPES),
+        help="Cast weights and activations. [default: the checkpoint's own; on a Linux CPU with "
+        "an optimised BLAS float32, which is faster there]",
+    ),
+    click.option("--kv-bits", type=BITS, help="Quantise keys and values."),
+    click.option("--drafter-bits", type=BITS, help="Quantise the drafter's matrices."),
+    click.option(
+        "--trust-remote-code", is_flag=True, help="Import Python code that the checkpoint brings."
+    ),
+)
+
+prompt_file_option = click.option(
+    "--prompt-file",
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True),
+    help="Read the prompt from a file.",
+)
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def bits(value: str | None) -> Any:
+    """The number in a --*-bits option."""
+    return None if value is None else int(value)
