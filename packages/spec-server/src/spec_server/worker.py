@@ -73,7 +73,7 @@ class Worker:
         try:
             self._ready.result()
         except BaseException:
-            self._thread.join()
+            self.close(wait=self._ready.done())
             raise
 
     def submit(self, job: Job) -> None:
@@ -87,12 +87,12 @@ class Worker:
                 raise EngineClosedError("the engine is closed; load a new one")
             self._inbox.put(job)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """End the thread after its current step; jobs that still run fail. Idempotent."""
         with self._gate:
             self._closing.set()
             self._inbox.put(None)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if wait and self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
     @property
@@ -100,17 +100,10 @@ class Worker:
         return self._thread.is_alive() and not self._closing.is_set()
 
     def _main(self) -> None:
-        """The thread. MLX's streams end with it: one that is left makes the process abort at exit."""
+        """The thread. Streams that are left to its own end race with the end of the process."""
         try:
             self._run()
         finally:
-            mx.clear_streams()
-
-    def _main(self) -> None:
-        try:
-            self._run()
-        finally:
-            # Streams that end with their thread race with the end of the process.
             mx.clear_streams()
 
     def _run(self) -> None:
