@@ -188,8 +188,7 @@ def _prompt(given: str | None, file: str | None) -> str:
 def _read(file: str) -> str:
     """A file's text; "-" is stdin."""
     if file == "-":
-        text: str = click.get_text_stream("stdin", encoding="utf-8").read()
-        return text
+        return sys.stdin.buffer.read().decode("utf-8")
     return Path(file).read_text(encoding="utf-8")
 
 
