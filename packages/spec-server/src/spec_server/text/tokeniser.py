@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from spec_server.errors import ModelLoadError, PromptError, TemplateError
 from spec_server.text.thinking import ThinkingMarkers
+from spec_server.tools import ToolFormat, detect
+from spec_server.tools.parsers import GEMMA_QUOTE
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -42,6 +44,7 @@ class Tokeniser:
         end_tokens: ids that end an answer (generation_config.json, config.json, tokenizer).
         markers: what opens and closes a thought, or None for models that do not think.
         byte_tokens: ids of byte-fallback tokens.
+        tool_format: how the model writes tool calls, or None for models that know none.
     """
 
     def __init__(self, wrapper: TokenizerWrapper, extra_end_tokens: Sequence[int] = ()) -> None:
@@ -57,7 +60,8 @@ class Tokeniser:
         self.byte_tokens = frozenset(
             i for token, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(token)
         )
-        self._hidden = _hidden_tokens(wrapper)
+        self.tool_format = _tool_format(wrapper, vocabulary)
+        self._hidden = _hidden_tokens(wrapper, self.tool_format)
 
     @classmethod
     def load(cls, folder: Path, *, trust_remote_code: bool = False) -> Tokeniser:
@@ -146,6 +150,24 @@ class Tokeniser:
         text: str = self._wrapper.decode([token], skip_special_tokens=False)
         return text
 
+    def backend_json(self) -> str:
+        """The tokenizer as tokenizer.json has it, with every added token.
+
+        Raises:
+            PromptError: it is not a "fast" tokenizer.
+        """
+        backend = getattr(self._wrapper._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise PromptError(
+                "this model's tokenizer has no tokenizer.json, which structured output needs"
+            )
+        text: str = backend.to_str()
+        return text
+
+    def marker_ids(self, text: str) -> tuple[int, ...]:
+        """The token ids of a marker, without beginning-of-text tokens."""
+        return self._encode(text, special=False)
+
     def _apply_template(
         self,
         messages: Sequence[Message],
@@ -176,7 +198,20 @@ class Tokeniser:
             return tuple(self._wrapper.encode(text, add_special_tokens=special))
 
 
-def _hidden_tokens(wrapper: TokenizerWrapper) -> frozenset[int]:
+def _tool_format(wrapper: TokenizerWrapper, vocabulary: Mapping[str, int]) -> ToolFormat | None:
+    parse = wrapper.tool_parser
+    template = wrapper.chat_template
+    return detect(
+        template if isinstance(template, str) else None,
+        vocabulary,
+        mlx_name=None if parse is None else parse.__module__.rpartition(".")[2],
+        mlx_start=wrapper.tool_call_start or "",
+        mlx_end=wrapper.tool_call_end or "",
+        mlx_parse=parse,
+    )
+
+
+def _hidden_tokens(wrapper: TokenizerWrapper, tools: ToolFormat | None) -> frozenset[int]:
     """Special tokens, the markers of thoughts and tool calls aside."""
     shown = {
         token
@@ -189,6 +224,8 @@ def _hidden_tokens(wrapper: TokenizerWrapper) -> frozenset[int]:
         for token in ids or ()
     }
     added = wrapper.added_tokens_decoder
+    markup = () if tools is None else (tools.start, tools.end, GEMMA_QUOTE)
+    shown |= {i for i, token in added.items() if token.content in markup}
     special = {i for i, token in added.items() if token.special} | set(wrapper.all_special_ids)
     return frozenset(special - shown)
 
