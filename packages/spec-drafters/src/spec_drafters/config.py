@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ class Config:
         """Keys with a value other than null."""
         return [key for key in self._values if key in self]
 
+    def plain(self) -> dict[str, Any]:
+        """The values that are there, for writing."""
+        return {key: self._values[key] for key in self.names()}
+
     def section(self, key: str) -> Config:
         """A nested object; empty if the key is missing."""
         values = self._values.get(key)
@@ -56,8 +61,7 @@ class Config:
 
     def over(self, other: Config) -> Config:
         """This object's values where it has them, `other`'s elsewhere."""
-        mine = {key: self._values[key] for key in self.names()}
-        return Config({**other._values, **mine}, other._where)
+        return Config({**other._values, **self.plain()}, other._where)
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self._values.get(key)
@@ -73,6 +77,12 @@ class Config:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise self._wrong(key, "a positive number")
+        return float(value)
+
+    def real(self, key: str) -> float:
+        value = self._values.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise self._wrong(key, "a number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:

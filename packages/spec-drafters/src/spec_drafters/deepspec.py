@@ -14,6 +14,7 @@ from spec_drafters.spec import (
     Confidence,
     DrafterSpec,
     LayerAttention,
+    LogSnr,
     Markov,
     MarkovKind,
     Rope,
@@ -35,7 +36,8 @@ def read_deepspec(checkpoint: Checkpoint) -> DrafterSpec:
     config = checkpoint.config
     if "Gemma4DSparkModel" in config.texts("architectures"):
         return _gemma4(checkpoint)
-    require(config.text("hidden_act", "silu") == "silu", NAME, "hidden_act other than silu")
+    activation = config.text("hidden_act", "silu")
+    require(activation == "silu", NAME, f"the activation {activation}")
     heads = config.integer("num_attention_heads")
     return _spec(
         checkpoint,
@@ -102,7 +104,9 @@ def _spec(
         rope=rope,
         attention=(LayerAttention(),) * config.integer("num_hidden_layers"),
         taps=config.integers("target_layer_ids"),
-        num_target_layers=config.integer("num_target_layers"),
+        num_target_layers=config.integer("num_target_layers")
+        if "num_target_layers" in config
+        else None,
         block_size=block,
         mask_token=config.integer("mask_token_id", least=0),
         first_slot=0,
@@ -113,6 +117,7 @@ def _spec(
         softcap=softcap,
         markov=markov,
         confidence=read_confidence(config, markov, block),
+        log_snr=read_log_snr(config),
     )
 
 
@@ -148,6 +153,16 @@ def read_confidence(config: Config, markov: Markov | None, block_size: int) -> C
             f"confidence_temperatures has {len(temperatures)} values; block_size is {block_size}"
         )
     return Confidence(with_markov, temperatures)
+
+
+def read_log_snr(config: Config) -> LogSnr | None:
+    """PrismML's extension, which only drafters converted from its GGUF files have."""
+    if not config.flag("log_snr_conditioning", False):
+        return None
+    low, high = config.real("min_log_snr"), config.real("max_log_snr")
+    if not low < high:
+        raise CheckpointError(f"min_log_snr is {low} and max_log_snr {high}; it must be above")
+    return LogSnr(low, high)
 
 
 def require(supported: bool, packaging: str, what: str) -> None:

@@ -17,6 +17,7 @@ from spec_drafters.recognize import open_checkpoint, recognize
 from spec_drafters.spec import DrafterSpec, expected_tensors
 
 _DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+_QUANTISED = ("Q8_0", "Q4_0", "Q4_1")
 
 
 def inspect_drafter(path: str | Path) -> DrafterSpec:
@@ -69,8 +70,10 @@ def _dtype(name: str | mx.Dtype) -> mx.Dtype:
 
 
 def _own_dtype(checkpoint: Checkpoint) -> mx.Dtype:
-    """What most of the file is in: the type of its largest matrix, `fc`."""
+    """What most of the file is in: the type of its widest matrix, `fc`."""
     name = checkpoint.tensors["fc.weight"].dtype
+    if name in _QUANTISED:
+        return mx.bfloat16
     if name not in _DTYPES:
         raise CheckpointError(f"{checkpoint.path.name}: fc.weight is {name}, not a float type")
     return _DTYPES[name]

@@ -1,4 +1,7 @@
-"""Which packaging a checkpoint is in: one table, tried in order, from config and tensor names."""
+"""Which packaging a checkpoint is in: one table, tried in order, from config and tensor names.
+
+A GGUF file is translated when it is opened, and then recognised like any other checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spec_drafters import deepspec, zlab
+from spec_drafters import deepspec, dflash
 from spec_drafters.checkpoint import Checkpoint, open_safetensors
 from spec_drafters.errors import CheckpointError, PackagingError
+from spec_drafters.gguf import is_gguf
+from spec_drafters.gguf_drafter import open_gguf
 from spec_drafters.spec import DrafterSpec, Shape, expected_tensors
 
 
@@ -38,11 +43,23 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: nothing is there, or a file is missing or damaged.
         PackagingError: the path is a file of a kind that holds no drafter.
     """
-    if path.is_dir():
-        return open_safetensors(path)
     if not path.exists():
         raise CheckpointError(f"there is no drafter at {path}")
-    raise PackagingError(path.name, "a drafter is a folder with config.json and *.safetensors")
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if (path / "config.json").exists() or not files:
+            return open_safetensors(path)
+        if len(files) > 1:
+            raise CheckpointError(
+                f"{path} holds {len(files)} GGUF files; name one: "
+                f"{', '.join(file.name for file in files)}"
+            )
+        path = files[0]
+    if is_gguf(path):
+        return open_gguf(path)
+    raise PackagingError(
+        path.name, "a drafter is a folder with config.json and *.safetensors, or a GGUF file"
+    )
 
 
 def recognize(checkpoint: Checkpoint) -> DrafterSpec:
@@ -199,10 +216,10 @@ def _deepspec(checkpoint: Checkpoint) -> bool:
 
 
 def _hybrid(checkpoint: Checkpoint) -> bool:
-    if not _architecture(checkpoint, zlab.ARCHITECTURE):
+    if not _architecture(checkpoint, dflash.ARCHITECTURE):
         return False
-    rank = checkpoint.config.integer("markov_rank", 0, least=0)
-    return rank > 0 or _has_tensor(checkpoint, "markov_head.")
+    own = checkpoint.config.section("dflash_config").over(checkpoint.config)
+    return own.integer("markov_rank", 0, least=0) > 0 or _has_tensor(checkpoint, "markov_head.")
 
 
 def _unknown(checkpoint: Checkpoint) -> str:
@@ -249,10 +266,10 @@ PACKAGINGS: tuple[Packaging, ...] = (
         refusal=_because("its autoregressive drafter is not supported yet"),
     ),
     Packaging(
-        "SpecForge DSpark",
+        dflash.SPECFORGE,
         "projector_type dspark, DSparkDraftModel, or target_layer_ids only in dflash_config",
         _specforge,
-        refusal=_because("its nested config is not supported yet"),
+        read=dflash.read_specforge,
     ),
     Packaging(
         deepspec.NAME,
@@ -269,16 +286,16 @@ PACKAGINGS: tuple[Packaging, ...] = (
         ),
     ),
     Packaging(
-        "DFlash with a Markov head",
-        f"{zlab.ARCHITECTURE} with markov_rank or markov_head tensors",
+        dflash.HYBRID,
+        f"{dflash.ARCHITECTURE} with markov_rank or markov_head tensors",
         _hybrid,
-        refusal=_because("which slot predicts which position is not supported yet"),
+        read=dflash.read_hybrid,
     ),
     Packaging(
-        zlab.NAME,
-        zlab.ARCHITECTURE,
-        lambda c: _architecture(c, zlab.ARCHITECTURE),
-        read=zlab.read_zlab,
+        dflash.ZLAB,
+        dflash.ARCHITECTURE,
+        lambda c: _architecture(c, dflash.ARCHITECTURE),
+        read=dflash.read_zlab,
     ),
     Packaging("unknown packaging", "anything else", lambda c: True, refusal=_unknown),
 )

@@ -1,0 +1,193 @@
+"""Checkpoints built around z-lab's DFlash: Qwen3-type layers whatever the target.
+
+z-lab's own (embedding and head borrowed, slot 0 silent), the same with a Markov head, and
+SpecForge's DSpark, which keeps DFlash's nested config. Fields of `dflash_config` win over the
+top level.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from spec_drafters.checkpoint import Checkpoint
+from spec_drafters.config import Config
+from spec_drafters.deepspec import (
+    read_confidence,
+    read_log_snr,
+    read_markov,
+    require,
+    rope_theta,
+)
+from spec_drafters.errors import CheckpointError, PackagingError
+from spec_drafters.spec import DrafterSpec, LayerAttention, Rope
+
+ARCHITECTURE = "DFlashDraftModel"
+ZLAB = "z-lab DFlash"
+HYBRID = "DFlash with a Markov head"
+SPECFORGE = "SpecForge DSpark"
+
+FirstSlot = Literal[0, 1]
+
+
+def read_zlab(checkpoint: Checkpoint) -> DrafterSpec:
+    """z-lab's DFlash: slot j predicts position start + j, slot 0 nothing.
+
+    Raises:
+        CheckpointError: a field is missing or out of range.
+        PackagingError: a field asks for something that is not supported.
+    """
+    return _spec(checkpoint, ZLAB, 1)
+
+
+def read_hybrid(checkpoint: Checkpoint) -> DrafterSpec:
+    """DFlash's layers under a Markov head. The file has to tell which slot predicts first, except
+    that a block of 7 or a confidence head marks a DSpark drafter under DFlash's name.
+
+    Raises: as `read_zlab`.
+    """
+    own = _own(checkpoint)
+    first = _stated_slot(own)
+    if first is None and (own.integer("block_size") == 7 or own.flag(_CONFIDENCE, False)):
+        first = 0
+    if first is None:
+        raise PackagingError(
+            HYBRID,
+            "it does not say which slot predicts first; add sample_from_anchor to its config: "
+            "true if the anchor's slot does (DSpark), false if the one after it (DFlash)",
+        )
+    return _spec(checkpoint, HYBRID, first)
+
+
+def read_specforge(checkpoint: Checkpoint) -> DrafterSpec:
+    """SpecForge's DSpark: the anchor's slot predicts too, unless the file says otherwise.
+
+    Raises: as `read_zlab`.
+    """
+    first = _stated_slot(_own(checkpoint))
+    return _spec(checkpoint, SPECFORGE, 0 if first is None else first)
+
+
+_CONFIDENCE = "enable_confidence_head"
+
+
+def _own(checkpoint: Checkpoint) -> Config:
+    return checkpoint.config.section("dflash_config").over(checkpoint.config)
+
+
+def _stated_slot(own: Config) -> FirstSlot | None:
+    if "logits_start" in own:
+        return 0 if own.integer("logits_start", least=0) == 0 else 1
+    if "sample_from_anchor" in own:
+        return 0 if own.flag("sample_from_anchor", True) else 1
+    return None
+
+
+def _spec(checkpoint: Checkpoint, packaging: str, first_slot: FirstSlot) -> DrafterSpec:
+    config, own = checkpoint.config, _own(checkpoint)
+    _refuse(config, own, packaging)
+    heads, layers = config.integer("num_attention_heads"), config.integer("num_hidden_layers")
+    hidden, block = config.integer("hidden_size"), own.integer("block_size", least=2)
+    markov = read_markov(own)
+    silent_start = first_slot == 1 and markov is not None and markov.kind == "rnn"
+    require(not silent_start, packaging, "an rnn Markov head behind a silent anchor slot")
+    lends = packaging == ZLAB
+    own_embedding = not lends and "embed_tokens.weight" in checkpoint.tensors
+    own_head = not lends and "lm_head.weight" in checkpoint.tensors
+    softcap = (
+        config.number("final_logit_softcapping") if "final_logit_softcapping" in config else None
+    )
+    return DrafterSpec(
+        packaging=packaging,
+        mode="dspark" if markov else "dflash",
+        backbone="qwen3",
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=config.integer("num_key_value_heads"),
+        head_dim=config.integer("head_dim", hidden // heads),
+        vocab_size=config.integer("vocab_size"),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope=Rope(rope_theta(config), interleaved=not _neox(own)),
+        attention=layer_attention(config, layers),
+        taps=_taps(own, layers),
+        num_target_layers=config.integer("num_target_layers")
+        if "num_target_layers" in config
+        else None,
+        block_size=block,
+        mask_token=own.integer("mask_token_id", least=0),
+        first_slot=first_slot,
+        own_embedding=own_embedding,
+        own_head=own_head,
+        embed_scale=1.0 if own_embedding else "target",
+        softcap=softcap if softcap or own_head else "target",
+        markov=markov,
+        confidence=read_confidence(own, markov, block),
+        log_snr=read_log_snr(own),
+        draft_vocab_size=_draft_vocabulary(checkpoint, own_head),
+    )
+
+
+def _draft_vocabulary(checkpoint: Checkpoint, own_head: bool) -> int | None:
+    """The length of `d2t`, if there is one; only a head of its own has as many rows."""
+    table = checkpoint.tensors.get("d2t")
+    if table is None or not table.shape:
+        return None
+    if not own_head:
+        raise CheckpointError("there is a d2t table, but no lm_head of the reduced vocabulary")
+    return table.shape[0]
+
+
+def _refuse(config: Config, own: Config, packaging: str) -> None:
+    rope = config.section("rope_parameters").text("rope_type", "default")
+    projector = own.text("projector_type", "dflash")
+    activation = config.text("hidden_act", "silu")
+    require(activation == "silu", packaging, f"the activation {activation}")
+    require(not config.flag("attention_bias", False), packaging, "attention biases")
+    require("rope_scaling" not in config, packaging, "rope_scaling")
+    require(rope == "default", packaging, f"rope_type {rope!r}")
+    require(projector in ("dflash", "dspark"), packaging, f"projector_type {projector!r}")
+
+
+def _neox(own: Config) -> bool:
+    return own.flag("is_neox_style", True) and own.flag("rope_is_neox_style", True)
+
+
+def layer_attention(config: Config, layers: int) -> tuple[LayerAttention, ...]:
+    """Who sees whom in each layer, as vLLM reads these files.
+
+    Sliding layers are causal and windowed, full ones neither; `is_causal`, then
+    `dflash_config.causal`, decide causality for all layers. `use_swa` without sliding layers
+    gives every layer a window.
+    """
+    own = config.section("dflash_config")
+    kinds = config.texts("layer_types") or ("full_attention",) * layers
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    require(not unknown and len(kinds) == layers, "DFlash", f"layer_types {list(kinds)}")
+    sliding = [kind == "sliding_attention" for kind in kinds]
+    forced = own.flag("use_swa", False) and not any(sliding)
+    window = None
+    if any(sliding) or forced:
+        key = "swa_window_size" if "swa_window_size" in own else "sliding_window"
+        window = own.over(config).integer(key)
+    causal: bool | None = None
+    if "is_causal" in config:
+        causal = config.flag("is_causal", False)
+    elif "causal" in own:
+        causal = own.flag("causal", False)
+    return tuple(
+        LayerAttention(
+            causal=slides if causal is None else causal,
+            window=window if slides or forced else None,
+        )
+        for slides in sliding
+    )
+
+
+def _taps(own: Config, layers: int) -> tuple[int, ...]:
+    """`target_layer_ids`, or z-lab's default: spread evenly from layer 1 to the fourth last."""
+    if "target_layer_ids" in own:
+        return own.integers("target_layer_ids")
+    depth = own.integer("num_target_layers")
+    if layers == 1:
+        return (depth // 2,)
+    return tuple(round(1 + i * (depth - 4) / (layers - 1)) for i in range(layers))
