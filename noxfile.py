@@ -214,7 +214,7 @@ def e2e(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """A short `spec benchmark` of the bundled pair; it must find every mode lossless."""
     sync_workspace(session)
-    command = ["spec", "benchmark", "--trials", "1", "--max-tokens", "32", "--json"]
+    command = ["spec", "benchmark", "--trials=1", "--max-prompts=1", "--max-tokens=48", "--json"]
     report = json.loads(session.run(*command, silent=True, stderr=None) or "{}")
     for run in report["runs"]:
         session.log(f"{run['mode']}: {run['tokens_per_second']:.1f} tokens/s, {run['speedup']}x")

@@ -16,12 +16,14 @@ from pathlib import Path
 
 # What a package must bring besides its modules, as globs below its import package.
 DATA = {
+    "spec-drafters": ["pairs.toml"],
     "spec-cli": [
         "models/spec-tiny/*.safetensors",
         "models/spec-tiny/*.json",
         "models/spec-tiny/*.jinja",
         "models/spec-tiny-dspark/*.safetensors",
         "models/spec-tiny-dflash/*.safetensors",
+        "prompts/*.json",
     ],
 }
 COMMANDS = {
