@@ -18,7 +18,7 @@ from spec_drafters.config import Config
 from spec_drafters.dflash import layer_attention, read_zlab
 from spec_drafters.errors import CheckpointError, DrafterError, MisfitError, PackagingError
 from spec_drafters.load import inspect_drafter, load_drafter
-from spec_drafters.recognize import PACKAGINGS
+from spec_drafters.recognize import PACKAGINGS, compatibility
 from spec_drafters.spec import LayerAttention
 
 from .helpers import GOLDEN, Golden, Greedy, Lender
@@ -511,3 +511,8 @@ def test_a_mask_token_outside_the_vocabulary_is_refused(tmp_path: Path, load: Lo
     folder = copy(tmp_path, "dspark_qwen3", configured(mask_token_id=300))
     with pytest.raises(MisfitError, match="mask token 300"):
         load(folder)
+
+
+def test_the_readme_states_the_recognition_table() -> None:
+    readme = Path(__file__).parents[1] / "README.md"
+    assert compatibility() in readme.read_text(encoding="utf-8")

@@ -36,6 +36,7 @@ class BlockDrafter:
         if spec.confidence is not None:
             self.confidence = ConfidenceHead(spec.confidence, weights)
         self._token_ids = _token_ids(spec, weights)
+        assert not weights.left(), f"no part of the model took {weights.left()}"
 
     @property
     def name(self) -> str:

@@ -35,6 +35,10 @@ class Packaging:
     read: Callable[[Checkpoint], DrafterSpec] | None = None
     refusal: Callable[[Checkpoint], str] | None = None
 
+    @property
+    def status(self) -> str:
+        return "loaded" if self.read else "refused by name"
+
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a drafter's folder or file without reading its weights.
@@ -114,6 +118,12 @@ def _some(names: list[str]) -> str:
 def _counts(name: str) -> bool:
     """Tensors that training leaves behind and inference does not need."""
     return name != "t2d" and not name.startswith(("verifier_norm.", "verifier_lm_head."))
+
+
+def compatibility() -> str:
+    """The recognition table as Markdown: how each packaging is told, and what becomes of it."""
+    rows = [f"| {row.name} | {row.sign} | {row.status} |" for row in PACKAGINGS[:-1]]
+    return "\n".join(["| packaging | told by | |", "|---|---|---|", *rows])
 
 
 # --- features that no supported packaging has -------------------------------------------------
