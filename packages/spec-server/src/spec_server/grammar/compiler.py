@@ -116,8 +116,9 @@ class GrammarCompiler:
         """A fresh constraint; waits for the compiler's own thread.
 
         Args:
+            grammar: what the answer must be.
             thinking: whether the answer may begin with a thought; None: if the model likes.
-            opens_thought: the prompt ends inside a thought.
+            opens_thought: whether the prompt ends inside a thought.
 
         Raises:
             GrammarError: the grammar is invalid, too costly, or would not be enforced.
@@ -209,8 +210,9 @@ def _limits() -> LLParserLimits:
 
 
 def _size(tokenizer_json: str) -> int:
+    """One more than the highest token id."""
     content = json.loads(tokenizer_json)
-    ids = [token["id"] for token in content.get("added_tokens", ())]
+    ids: list[int] = [token["id"] for token in content.get("added_tokens", ())]
     vocabulary = content["model"]["vocab"]
     ids.append(len(vocabulary) - 1)
     if isinstance(vocabulary, dict):

@@ -199,7 +199,7 @@ def _python_call(rules: Rules, function: Function) -> str:
 
 
 def _gemma_call(rules: Rules, function: Function) -> str:
-    return f'{quoted("call:" + function.name)} {_gemma_object(rules, function)}'
+    return f"{quoted('call:' + function.name)} {_gemma_object(rules, function)}"
 
 
 def _gemma_object(rules: Rules, function: Function) -> str:

@@ -77,8 +77,10 @@ def detect(
     Args:
         template: the chat template's text.
         vocabulary: the tokenizer's tokens.
-        mlx_name: the name of the parser that mlx-lm chose, if it chose one; its markers and
-            parser serve for formats that are not read here.
+        mlx_name: the name of the parser that mlx-lm chose, if it chose one.
+        mlx_start: its start marker.
+        mlx_end: its end marker.
+        mlx_parse: itself; it serves for formats that are not read here.
     """
     if mlx_name in _OWN:
         return _OWN[mlx_name]
