@@ -24,6 +24,8 @@ Piece = str | int
 
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 TEMPLATE = (
+    "{% if messages[0].role == 'assistant' %}"
+    "{{ raise_exception('The conversation must begin with the user.') }}{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking %}<think>\n{% endif %}{{ messages[-1].content[-1:] }}{% endif %}"
