@@ -187,8 +187,3 @@ def full_layer(like: object, frame: Frame, options: LayerOptions) -> LayerCache:
 
 LayerMaker = Callable[[Any, Frame, LayerOptions], LayerCache]
 """(mlx-lm's own cache object, frame, options) -> ours in its place."""
-
-LAYER_KINDS: Mapping[str, LayerMaker] = MappingProxyType(
-    {"KVCache": full_layer, "QuantizedKVCache": full_layer}
-)
-"""By the class name of mlx-lm's own cache: what stands in for it in every family."""

@@ -16,7 +16,8 @@ from mlx.nn.layers.base import Module
 
 from spec_targets.anatomy import Anatomy, Scales, dissect, text_config
 from spec_targets.errors import UnsupportedTargetError
-from spec_targets.layers import LAYER_KINDS, Frame, LayerCache, LayerMaker, LayerOptions
+from spec_targets.kinds import LAYER_KINDS
+from spec_targets.layers import Frame, LayerCache, LayerMaker, LayerOptions
 from spec_targets.mlx_lm_import import mlx_lm_utils
 from spec_targets.swap import Swap
 
