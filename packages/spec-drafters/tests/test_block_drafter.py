@@ -252,3 +252,21 @@ def test_precision_out_of_range_is_refused() -> None:
         golden.drafter(bits=3)
     with pytest.raises(InvalidValueError, match="drafter dtype is 'int8'"):
         golden.drafter(dtype="int8")
+
+
+def test_a_borrowed_head_is_used_in_its_own_type() -> None:
+    golden = Golden.named("dflash_qwen3")
+    target = golden.target()
+    assert target.lender is not None
+    target.lender.embedding = target.lender.embedding.astype(mx.bfloat16)
+    target.lender.head = target.lender.head.astype(mx.bfloat16)
+    unembed, seen = target.lender.unembed, []
+
+    def watch(hidden: mx.array) -> mx.array:
+        seen.append(hidden.dtype)
+        return unembed(hidden)
+
+    target.lender.unembed = watch  # type: ignore[method-assign]
+    drafter = load_drafter(golden.path, target, dtype="float32")
+    _, got = logits(drafter, told(drafter, random_taps(drafter, 1, 5)), [9])
+    assert (seen, got.dtype) == ([mx.bfloat16], mx.float32)

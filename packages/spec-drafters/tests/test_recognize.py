@@ -355,8 +355,8 @@ def test_packagings_refused_by_their_tensors(
         ("dspark_gemma4", {"enable_moe_block": True}, "mixture-of-experts"),
         ("dspark_gemma4", {"hidden_size_per_layer_input": 8}, "per-layer inputs"),
         ("dspark_gemma4", {"hidden_activation": "silu"}, "activation silu"),
-        ("dflash_qwen3", {"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
-        ("dflash_qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
+        ("dflash_qwen3", {"rope_scaling": {"type": "yarn"}}, "positions of type 'yarn'"),
+        ("dflash_qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "positions of type 'yarn'"),
         ("dflash_qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
         ("hybrid_dflash_markov", {}, "does not say which slot predicts first"),
         (

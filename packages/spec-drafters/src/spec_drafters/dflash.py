@@ -139,12 +139,14 @@ def _draft_vocabulary(checkpoint: Checkpoint, own_head: bool) -> int | None:
 
 def _refuse(config: Config, own: Config, packaging: str) -> None:
     rope = config.section("rope_parameters").text("rope_type", "default")
+    scaling = config.section("rope_scaling")
+    scaled = scaling.text("rope_type", scaling.text("type", "default"))
     projector = own.text("projector_type", "dflash")
     activation = config.text("hidden_act", "silu")
     require(activation == "silu", packaging, f"the activation {activation}")
     require(not config.flag("attention_bias", False), packaging, "attention biases")
-    require("rope_scaling" not in config, packaging, "rope_scaling")
-    require(rope == "default", packaging, f"rope_type {rope!r}")
+    for kind in (rope, scaled):
+        require(kind == "default", packaging, f"rotary positions of type {kind!r}")
     require(projector in ("dflash", "dspark"), packaging, f"projector_type {projector!r}")
 
 

@@ -25,7 +25,7 @@ class Head:
             self._unembed = weights.linear("lm_head.weight")
         else:
             assert lender is not None
-            self._unembed = lender.unembed
+            self._unembed = _in_lenders_type(lender)
         self._dtype = weights.precision.dtype
         assert spec.softcap != "target"
         self._softcap = spec.softcap
@@ -36,6 +36,12 @@ class Head:
         if self._softcap is None:
             return logits
         return mx.tanh(logits / self._softcap) * self._softcap
+
+
+def _in_lenders_type(lender: EmbeddingLender) -> Callable[[mx.array], mx.array]:
+    """The lender's head on hidden states in its own type: a wider one would cast its matrix."""
+    dtype = lender.embed(mx.zeros((1,), dtype=mx.int32)).dtype
+    return lambda hidden: lender.unembed(hidden.astype(dtype))
 
 
 class BlockEmbedding:
