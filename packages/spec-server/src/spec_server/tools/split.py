@@ -31,8 +31,8 @@ class ToolSplit:
     """Separates calls from content; the markup of a call that parses is in neither.
 
     A call is held back until it is complete. One that does not parse, or that the answer's end
-    cuts off, comes out as content, to the letter. White space before and between calls belongs to
-    the markup. What comes out does not depend on how the text was cut into pieces.
+    cuts off, comes out as content, to the letter. White space before calls, and after them where
+    nothing stands before or behind it, belongs to the markup. What comes out does not depend on how the text was cut into pieces.
 
     Args:
         format: how the model writes calls.
@@ -49,6 +49,7 @@ class ToolSplit:
         self._opener = ""
         self._searched = 0
         self._after_call = False
+        self._began = False
 
     def feed(self, text: str) -> ToolPiece:
         """Add text."""
@@ -120,8 +121,11 @@ class ToolSplit:
 
     def _text(self, text: str, found: _Found) -> None:
         if self._after_call:
-            text = text.lstrip()
-            self._after_call = not text
+            if not text.strip():
+                return
+            text = text if self._began else text.lstrip()
+            self._after_call = False
+        self._began = self._began or bool(text)
         found.content.append(text)
 
     def _uncertain(self) -> int:
