@@ -136,6 +136,19 @@ def test_a_row_that_exceeds_the_memory_keeps_its_beginning() -> None:
         assert (hit.length, hit.stopped) == (6 * BLOCK, Stopped.UNSEEN)
 
 
+def test_what_found_no_room_is_not_pictured_again_and_again() -> None:
+    tokens = list(range(20 * BLOCK))
+    with PrefixCache(6 * COST, block=BLOCK) as cache:
+        for end in range(4 * BLOCK, len(tokens) + 1, 4 * BLOCK):
+            start = cache.missing(NAMESPACE, tokens, end, since=end - 4 * BLOCK)
+            if end > 8 * BLOCK:
+                assert start is None
+                assert cache.missing(NAMESPACE, tokens, end) == 6 * BLOCK
+            else:
+                assert start == end - 4 * BLOCK
+                cache.store(NAMESPACE, tokens, picture(DENSE, tokens[:end], start))
+
+
 def big_picture(seed: int, tokens: Sequence[int]) -> dict[str, StateImage]:
     """24 arrays of [T, 2, 32] bfloat16, 3 kB a token, cut from one larger buffer."""
     mx.random.seed(seed)

@@ -145,8 +145,8 @@ class PrefixCache:
             namespace: whose states these are.
             tokens: the row's tokens.
             length: positions that the row has seen; all of `tokens` if None.
-            since: the row's length when it was last matched or stored. Blocks before it that lack
-                positions of a sliding layer are not asked for again: the row has forgotten them.
+            since: the row's length when it was last matched or stored. What is missing before it
+                is not asked for again: it had no room, or a sliding layer has forgotten it.
             checkpoint: whether exactly `length` is to be made resumable.
 
         Returns:
@@ -161,9 +161,12 @@ class PrefixCache:
             if schema is None:
                 return 0 if blocks or (checkpoint and length) else None
             for number in range(blocks):
+                start = number * self._block
                 entry = self._tiers.find(chain.key(number + 1))
+                if entry is None and start + self._block <= since:
+                    return None
                 if entry is None or (entry.end > since and not schema.complete(entry)):
-                    return number * self._block
+                    return start
             if not checkpoint or self._resumable(chain, schema, length):
                 return None
         return blocks * self._block

@@ -108,7 +108,8 @@ class DiskTier:
 
     def read(self, entry: Entry, schema: Schema) -> Payload:
         """Load and verify an entry. Raises DamagedError or OSError; see `drop`."""
-        return from_bytes(files.read(file_path(self.directory, entry)), entry, schema)
+        most = sum(schema.sizes(entry)) + files.MOST_HEADER
+        return from_bytes(files.read(file_path(self.directory, entry), most), entry, schema)
 
     def read_schema(self, entry: Entry) -> Schema:
         """The schema in an entry's header. Raises DamagedError or OSError."""
@@ -119,21 +120,23 @@ class DiskTier:
         """The tokens in an entry's header. Raises DamagedError or OSError."""
         return entry_tokens(files.read_metadata(file_path(self.directory, entry)), entry)
 
-    def drop(self, entry: Entry, error: DamagedError | OSError) -> None:
+    def drop(self, entry: Entry, error: DamagedError | OSError) -> bool:
         """Forget an entry that could not be used, remove its file if it is at fault, say so.
 
-        Where a file has vanished others may have, too: the directory is looked through again.
+        Returns false where the entry was not known any more: it was evicted meanwhile. Where a
+        file has vanished others may have, too: the directory is looked through again.
         """
         with self._mutex:
-            known = self._tree.remove(entry.key) is not None
+            if self._tree.remove(entry.key) is None:
+                return False
             self._known = -1
         with contextlib.suppress(OSError):
             if isinstance(error, DamagedError):
                 file_path(self.directory, entry).unlink(missing_ok=True)
             elif isinstance(error, FileNotFoundError):
                 self._rescan(exact=False)
-        if known:
-            self._report(f"cache file {file_name(entry)} is a miss: {_reason(error)}")
+        self._report(f"cache file {file_name(entry)} is a miss: {_reason(error)}")
+        return True
 
     @contextlib.contextmanager
     def exclusive(self, patience: float) -> Iterator[bool]:
@@ -177,9 +180,9 @@ class DiskTier:
     def remove(self, entries: Sequence[Entry]) -> None:
         """Remove files on purpose. Raises OSError."""
         for entry in entries:
-            file_path(self.directory, entry).unlink(missing_ok=True)
             with self._mutex:
                 self._tree.remove(entry.key)
+            file_path(self.directory, entry).unlink(missing_ok=True)
 
     def clear(self, root: bytes | None) -> None:
         """Remove one namespace's files or all; inside `exclusive`. Raises OSError."""
@@ -187,10 +190,11 @@ class DiskTier:
         remove_files(self.directory, root)
         self._rescan(exact=True)
 
-    def turn_off(self, error: OSError) -> None:
+    def turn_off(self, error: Exception) -> None:
         """Write nothing any more, and say so once. What is there can still be read."""
         if not self.off:
-            self.off = error.strerror or str(error)
+            strerror = error.strerror if isinstance(error, OSError) else None
+            self.off = strerror or f"{type(error).__name__}: {error}"
             self._report(
                 f"the cache directory {self.directory} is not written to any more: {self.off}"
             )

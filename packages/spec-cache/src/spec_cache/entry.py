@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -57,8 +56,3 @@ class Payload:
     entry: Entry
     tokens: bytes
     arrays: tuple[mx.array | None, ...]
-
-
-def nbytes_of(arrays: Sequence[mx.array | None]) -> int:
-    """Bytes of some arrays."""
-    return sum(array.nbytes for array in arrays if array is not None)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from spec_cache.errors import DamagedError
 
-_MOST_HEADER = 64 << 20
+MOST_HEADER = 16 << 20
 """A header beyond this many bytes is nonsense, not a schema."""
 
 
@@ -65,16 +65,19 @@ def read_metadata(path: Path) -> dict[str, str]:
     """The metadata in a file's header, unverified. Raises DamagedError or OSError."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        if size > _MOST_HEADER:
+        if size > MOST_HEADER:
             raise DamagedError("it is no cache file")
         return _split(size.to_bytes(8, "little") + file.read(size))[0]
 
 
-def read(path: Path) -> bytes:
-    """A file's bytes. Raises OSError; a symbolic link is refused."""
+def read(path: Path, most: int) -> bytes:
+    """A file's bytes. Raises OSError (for a symbolic link, too), or DamagedError beyond `most`."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(handle, "rb") as file:
-        return file.read()
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise DamagedError(f"it is longer than the {most} bytes that it may have")
+    return data
 
 
 def write(path: Path, temporary: Path, pieces: Sequence[memoryview]) -> None:
@@ -99,14 +102,14 @@ def write(path: Path, temporary: Path, pieces: Sequence[memoryview]) -> None:
 def _split(data: bytes) -> tuple[dict[str, str], dict[str, object], int]:
     """Metadata, tensor table and where the tensors begin."""
     size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or size > _MOST_HEADER or len(data) < 8 + size:
+    if len(data) < 8 or size > MOST_HEADER or len(data) < 8 + size:
         raise DamagedError("it is cut off or no cache file")
     try:
         header = json.loads(data[8 : 8 + size])
         metadata = header.pop("__metadata__")
         if not all(isinstance(value, str) for value in metadata.values()):
             raise TypeError("metadata must be text")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"its header cannot be read ({error})") from None
     return metadata, header, 8 + size
 

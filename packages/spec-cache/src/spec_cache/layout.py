@@ -137,11 +137,11 @@ class Schema:
         pairs = zip(entry.held, self.tokens, strict=not entry.is_checkpoint)
         return all(h == entry.count for h, g in pairs if g.reach is None)
 
-    def size(self, entry: Entry) -> int:
-        """Bytes of an entry's arrays."""
+    def sizes(self, entry: Entry) -> list[int]:
+        """Bytes of each of an entry's arrays."""
         if entry.is_checkpoint:
-            return sum(group.row_bytes for group in self.ends)
-        return sum(h * g.row_bytes for h, g in zip(entry.held, self.tokens, strict=True))
+            return [group.row_bytes for group in self.ends]
+        return [h * g.row_bytes for h, g in zip(entry.held, self.tokens, strict=True)]
 
     def shapes(self, entry: Entry) -> list[tuple[Group, tuple[int, ...]]]:
         """Group and stacked shape of each array of an entry, empty ones included."""

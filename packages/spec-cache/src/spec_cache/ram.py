@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Container, Sequence
 
-from spec_cache.entry import Entry, Payload, nbytes_of
+import mlx.core as mx
+
+from spec_cache.entry import Entry, Payload
 from spec_cache.keys import TOKEN_BYTES
 from spec_cache.layout import Schema
 from spec_cache.tree import Tree
 
 ENTRY_BYTES = 512
 """What an entry costs beside its arrays and tokens: keys, tuples, places in the trees."""
+
+_GPU_PAGE = 16 << 10
 
 
 class RamTier:
@@ -43,13 +48,26 @@ class RamTier:
 
 
 def cost(payload: Payload) -> int:
-    """Bytes that a payload takes in memory."""
-    return nbytes_of(payload.arrays) + len(payload.tokens) + ENTRY_BYTES
+    """Bytes that a payload takes in memory, at most."""
+    sizes = [array.nbytes for array in payload.arrays if array is not None]
+    return _cost(sizes, payload.entry)
 
 
 def size(schema: Schema, entry: Entry) -> int:
-    """Bytes that an entry's payload will take in memory."""
-    return schema.size(entry) + entry.count * TOKEN_BYTES + ENTRY_BYTES
+    """Bytes that an entry's payload will take in memory, at most."""
+    return _cost(schema.sizes(entry), entry)
+
+
+def _cost(sizes: Sequence[int], entry: Entry) -> int:
+    arrays = sum(nbytes + min(nbytes, _slack()) for nbytes in sizes)
+    return arrays + entry.count * TOKEN_BYTES + ENTRY_BYTES
+
+
+def _slack() -> int:
+    """How many bytes MLX may give an array beyond what it needs, when it reuses a buffer: less
+    than two pages, and less than the array's own size."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    return 2 * max(mmap.PAGESIZE, _GPU_PAGE if on_gpu else 0)
 
 
 class _Union:

@@ -123,7 +123,9 @@ def _options(
     """
     for blocks in range(len(path), -1, -1):
         before = list(path[:blocks])
-        inside = deepest if blocks == len(path) else _inner(index, chain, schema, blocks, limit)
+        inside = deepest
+        if blocks < len(path):
+            inside = _tails(index, chain, schema, path[blocks], limit)
         for one in sorted(inside, key=lambda c: -c.length):
             if one.common and (not schema.ends or one.common == one.entry.count):
                 yield [*before, one.entry], one.length
@@ -131,21 +133,29 @@ def _options(
             yield before, blocks * chain.block
 
 
-def _inner(
-    index: Index, chain: Chain, schema: Schema, blocks: int, limit: int
+def _tails(
+    index: Index, chain: Chain, schema: Schema, block: Entry, limit: int
 ) -> list[_Continuation]:
-    """Continuations in a block that is stored in full: of use only at a tail's own end."""
-    if schema.resumes_anywhere(chain.block):
+    """Tails beside a stored block of the prompt, unless the block itself can be resumed inside."""
+    if schema.resumes_anywhere(chain.block) and schema.complete(block):
         return []
-    return [c for c in _continuations(index, chain, blocks, limit) if c.entry.count < chain.block]
+    beside = _continuations(index, chain, block.start // chain.block, limit)
+    return [c for c in beside if c.entry.count < chain.block]
 
 
 def _continuations(index: Index, chain: Chain, blocks: int, limit: int) -> Iterator[_Continuation]:
-    """Blocks and tails after the prompt's first full blocks."""
+    """Blocks and tails after the prompt's first full blocks.
+
+    Those that the prompt contains whole are known by their key; of others the tokens are compared.
+    """
     start = blocks * chain.block
-    mine = chain.tokens(start, min(start + chain.block, limit))
-    for entry in index.children(chain.key(blocks)) if mine else ():
-        tokens = None if entry.is_checkpoint else index.tokens_of(entry)
-        if tokens is None:
+    most = min(chain.block, limit - start)
+    for entry in index.children(chain.key(blocks)) if most > 0 else ():
+        if entry.is_checkpoint:
             continue
-        yield _Continuation(entry, common_tokens(mine, tokens))
+        if entry.count <= most and chain.key_at(start + entry.count) == entry.key:
+            yield _Continuation(entry, entry.count)
+            continue
+        tokens = index.tokens_of(entry)
+        if tokens is not None:
+            yield _Continuation(entry, common_tokens(chain.tokens(start, start + most), tokens))

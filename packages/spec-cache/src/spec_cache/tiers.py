@@ -216,7 +216,7 @@ class Tiers:
             with disk.exclusive(_LOCK_SECONDS) as got:
                 for key in keys if got else ():
                     self._write_file(disk, key)
-        except OSError as error:
+        except Exception as error:  # whatever it is, only the writing ends
             disk.turn_off(error)
 
     def _write_file(self, disk: DiskTier, key: bytes) -> None:
@@ -240,8 +240,7 @@ class Tiers:
 
     def _drop(self, entry: Entry, error: DamagedError | OSError) -> None:
         assert self.disk is not None
-        self.damaged += 1
-        self.disk.drop(entry, error)
+        self.damaged += self.disk.drop(entry, error)
 
 
 def superseded(
