@@ -20,8 +20,8 @@ from mlx.nn.layers.base import Module
 from spec_core.errors import SeamError
 from spec_targets.anatomy import Anatomy
 from spec_targets.families import Family
+from spec_targets.kinds import LAYER_KINDS
 from spec_targets.layers import (
-    LAYER_KINDS,
     Frame,
     LayerCache,
     LayerImage,
@@ -113,9 +113,7 @@ class _Recording:
 
     __slots__ = ("_mixer", "_names", "_outputs")
 
-    def __init__(
-        self, mixer: Module, names: frozenset[str], outputs: dict[str, mx.array]
-    ) -> None:
+    def __init__(self, mixer: Module, names: frozenset[str], outputs: dict[str, mx.array]) -> None:
         self._mixer = mixer
         self._names = names
         self._outputs = outputs
