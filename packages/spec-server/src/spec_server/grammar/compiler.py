@@ -177,10 +177,11 @@ class GrammarCompiler:
             if known is not None:
                 self._known.move_to_end(text)
                 return known.deep_copy()
-        fresh = LLMatcher(self._tokens(), text, log_level=0, limits=_limits())
+        fresh = LLMatcher(
+            self._tokens(), text, log_level=0, limits=LLParserLimits(verbose_errors=False)
+        )
         if fresh.is_error():
             raise GrammarError(f"the schema cannot be enforced: {_sentence(fresh.get_error())}")
-        _probe(fresh.deep_copy())
         with self._lock:
             self._known[text] = fresh
             while len(self._known) > self._limits.remembered:
@@ -196,17 +197,6 @@ class GrammarCompiler:
                 size = max(self._vocab_size, _size(text))
                 self._tokenizer = LLTokenizer(text, n_vocab=size, eos_token=ends)
             return self._tokenizer
-
-
-def _probe(matcher: LLMatcher) -> None:
-    """Refuse a grammar whose first step already breaks a limit."""
-    matcher.compute_bitmask()
-    if matcher.is_error():
-        raise GrammarError(f"the schema is too complex: {_sentence(matcher.get_error())}")
-
-
-def _limits() -> LLParserLimits:
-    return LLParserLimits(verbose_errors=False)
 
 
 def _size(tokenizer_json: str) -> int:

@@ -32,7 +32,8 @@ class ToolSplit:
 
     A call is held back until it is complete. One that does not parse, or that the answer's end
     cuts off, comes out as content, to the letter. White space before calls, and after them where
-    nothing stands before or behind it, belongs to the markup. What comes out does not depend on how the text was cut into pieces.
+    nothing stands before or behind it, belongs to the markup. What comes out does not depend on
+    how the text was cut into pieces.
 
     Args:
         format: how the model writes calls.
