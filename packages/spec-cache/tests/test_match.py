@@ -198,6 +198,19 @@ def test_namespaces_never_meet(cache: PrefixCache) -> None:
     assert "tenant" not in repr(others[4]) + others[4].describe()
 
 
+def test_any_number_of_tenants(cache: PrefixCache) -> None:
+    """The cache remembers the most recent few thousand namespaces."""
+    tokens = text(27, 20)
+    first = Namespace("target", salt="first")
+    prefill(cache, DENSE, tokens, namespace=first)
+    before = cache.stats().ram_entries
+    for number in range(4096):
+        cache.match(Namespace("target", salt=str(number)), [1, 2])
+    assert (before, cache.stats().ram_entries) == (3, 0)
+    assert prefill(cache, HYBRID, tokens, namespace=first).length == 0
+    assert cache.match(first, [*tokens, 1]).length == 20
+
+
 def test_a_shared_prefix_is_stored_once(cache: PrefixCache) -> None:
     system = text(12, 20 * BLOCK)
     prefill(cache, DENSE, [*system, *text(13, 5)])

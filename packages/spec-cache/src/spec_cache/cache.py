@@ -29,7 +29,17 @@ from spec_core.seams import StateImage
 _log = logging.getLogger("spec_cache")
 
 _CHAINS_KEPT = 16
+_ROOTS_KEPT = 4096
 _NOTHING = Found(0, (), None, 0, False, 0)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of a namespace. `live`: its schema is that of a picture, not of a file."""
+
+    name: str
+    schema: Schema | None = None
+    live: bool = False
 
 
 @dataclass(slots=True)
@@ -74,9 +84,7 @@ class PrefixCache:
     ) -> None:
         _check(ram_bytes, disk_bytes, directory, block)
         self._block = block
-        self._schemas: dict[bytes, Schema] = {}
-        self._live: set[bytes] = set()
-        self._names: dict[bytes, str] = {}
+        self._roots: OrderedDict[bytes, _Known] = OrderedDict()
         self._chains: OrderedDict[tuple[bytes, int], tuple[Sequence[int], Chain]] = OrderedDict()
         self._counters = _Counters()
         self._closed = False
@@ -290,7 +298,7 @@ class PrefixCache:
             raise CacheError("the prefix cache is closed; make a new one")
         root = namespace.root(self._block)
         with self._mutex:
-            self._names[root] = namespace.describe()
+            self._remember(root, namespace)
             known = self._chains.get((root, id(tokens)))
             if known is not None:
                 return known[1]
@@ -301,30 +309,36 @@ class PrefixCache:
                     self._chains.popitem(last=False)
             return chain
 
+    def _remember(self, root: bytes, namespace: Namespace) -> None:
+        """Keep the most recent namespaces in mind; what others have in memory is given up."""
+        if root not in self._roots:
+            self._roots[root] = _Known(namespace.describe())
+        self._roots.move_to_end(root)
+        if len(self._roots) > _ROOTS_KEPT:
+            oldest, _ = self._roots.popitem(last=False)
+            self._tiers.ram.clear(oldest)
+
     def _schema(self, root: bytes) -> Schema | None:
-        if root not in self._schemas:
-            stored = self._tiers.stored_schema(root)
-            if stored is None:
-                return None
-            self._schemas[root] = stored
-        return self._schemas[root]
+        known = self._roots.get(root)
+        if known is not None and known.schema is None:
+            known.schema = self._tiers.stored_schema(root)
+        return None if known is None else known.schema
 
     def _describe(self, root: bytes) -> tuple[Schema, str] | None:
-        schema = self._schemas.get(root)
-        return None if schema is None else (schema, self._names[root])
+        known = self._roots.get(root)
+        return None if known is None or known.schema is None else (known.schema, known.name)
 
     def _adopt(self, root: bytes, schema: Schema) -> None:
         """Make a live picture's schema the namespace's; what a file says of it gives way."""
         with self._mutex:
-            known = self._schema(root)
-            if root in self._live and known != schema:
+            before, known = self._schema(root), self._roots[root]
+            if known.live and before != schema:
                 raise CacheError(
                     f"a picture with the parts and arrays {schema} does not fit to those stored "
-                    f"before, {known}; use another namespace for it"
+                    f"before, {before}; use another namespace for it"
                 )
-            self._schemas[root] = schema
-            self._live.add(root)
-        if known not in (None, schema):
+            known.schema, known.live = schema, True
+        if before not in (None, schema):
             self._report(
                 "stored prefixes are of another kind than this model's states, and are removed"
             )

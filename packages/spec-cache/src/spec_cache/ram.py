@@ -59,15 +59,18 @@ def size(schema: Schema, entry: Entry) -> int:
 
 
 def _cost(sizes: Sequence[int], entry: Entry) -> int:
-    arrays = sum(nbytes + min(nbytes, _slack()) for nbytes in sizes)
-    return arrays + entry.count * TOKEN_BYTES + ENTRY_BYTES
+    return sum(map(_buffer, sizes)) + entry.count * TOKEN_BYTES + ENTRY_BYTES
 
 
-def _slack() -> int:
-    """How many bytes MLX may give an array beyond what it needs, when it reuses a buffer: less
-    than two pages, and less than the array's own size."""
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    return 2 * max(mmap.PAGESIZE, _GPU_PAGE if on_gpu else 0)
+def _buffer(nbytes: int) -> int:
+    """The largest buffer that MLX may take for an array.
+
+    A buffer that is used again may be less than two pages, and less than the array's own size,
+    too large; GPU backends also round up, to a page or to a power of two.
+    """
+    if mx.default_device().type == mx.DeviceType.gpu:
+        return nbytes + min(3 * nbytes, 3 * _GPU_PAGE)
+    return nbytes + min(nbytes, 2 * mmap.PAGESIZE)
 
 
 class _Union:
