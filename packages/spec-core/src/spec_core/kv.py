@@ -16,9 +16,8 @@ from typing import Generic, TypeVar
 
 import mlx.core as mx
 
+from spec_core._buffers import room, same_kind, scatter, shrunk
 from spec_core.errors import InvalidValueError, SeamError
-
-_STEP = 256
 
 Quantized = tuple[mx.array, mx.array, mx.array]
 """Packed integers, scales and biases, as `mx.quantize` gives them."""
@@ -119,22 +118,27 @@ class RowClock:
 
 
 class Plane:
-    """One array of B rows and S positions, [R, heads, S, dim], with R >= B and room to grow."""
+    """One array of B rows and S positions, [R, heads, S, dim], with R >= B and room to grow.
 
-    __slots__ = ("array",)
+    Args:
+        limit: S never grows beyond it.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("array", "limit")
+
+    def __init__(self, limit: int | None = None) -> None:
         self.array: mx.array | None = None
+        self.limit = limit
 
     def write(self, new: mx.array, clock: RowClock) -> mx.array:
         """Write [B, heads, T, dim] at each row's length; gives [B, heads, longest + T, dim]."""
         rows, _, columns, _ = new.shape
         end = clock.longest + columns
-        buffer = _room(self.array, new, rows, end)
+        buffer = room(self.array, new, rows, end)
         if clock.uniform:
             buffer[:rows, :, end - columns : end] = new
         else:
-            buffer = _scatter(buffer, new, clock.positions(columns))
+            buffer = scatter(buffer, new, clock.positions(columns))
         self.array = buffer
         return buffer[:rows, :, :end]
 
@@ -146,7 +150,7 @@ class Plane:
         moves = [(slot, row) for slot, row in enumerate(rows) if slot != row]
         lifted = [mx.contiguous(self.array[row, :, : lengths[row]]) for _, row in moves]
         mx.eval(lifted)
-        self.array = _shrunk(self.array, len(rows), max(kept, default=0))
+        self.array = shrunk(self.array, len(rows), max(kept, default=0))
         if self.array is not None:
             for (slot, row), copy in zip(moves, lifted, strict=True):
                 self.array[slot, :, : lengths[row]] = copy
@@ -159,8 +163,8 @@ class Plane:
             self.array = other.array
             return
         first, total = len(lengths), len(lengths) + len(joining)
-        _same_kind(self.array, other.array)
-        buffer = _room(self.array, other.array, total, max([*lengths, *joining]))
+        same_kind(self.array, other.array)
+        buffer = room(self.array, other.array, total, max([*lengths, *joining]), self.limit)
         for row, length in enumerate(joining):
             buffer[first + row, :, :length] = other.array[row, :, :length]
         self.array = buffer
@@ -173,9 +177,9 @@ class Plane:
     def restore(self, row: int, values: mx.array, rows: int, longest: int) -> None:
         """Write [n, heads, dim] into the first n positions of a row."""
         new = values.transpose(1, 0, 2)[None]
-        _same_kind(self.array, new)
+        same_kind(self.array, new)
         length = values.shape[0]
-        buffer = _room(self.array, new, rows, max(longest, length))
+        buffer = room(self.array, new, rows, max(longest, length))
         buffer[row, :, :length] = new[0]
         self.array = buffer
 
@@ -314,56 +318,3 @@ def boolean_mask(clock: RowClock, columns: int, end: int, window: int | None = N
     slots = mx.arange(end, dtype=mx.int32)
     seen = slots <= last
     return seen if window is None else seen & (slots > last - window)
-
-
-def _room(buffer: mx.array | None, new: mx.array, rows: int, end: int) -> mx.array:
-    """The buffer, grown geometrically where rows or positions do not fit."""
-    if buffer is not None and buffer.shape[0] >= rows and buffer.shape[2] >= end:
-        return buffer
-    have_rows, have = (0, 0) if buffer is None else (buffer.shape[0], buffer.shape[2])
-    capacity = have if have >= end else max(_stepped(end), have + have // 2)
-    slots = have_rows if have_rows >= rows else max(rows, have_rows + have_rows // 2)
-    grown = mx.zeros((slots, new.shape[1], capacity, new.shape[3]), dtype=new.dtype)
-    if buffer is not None:
-        grown[:have_rows, :, :have] = buffer
-    return grown
-
-
-def _shrunk(buffer: mx.array, rows: int, longest: int) -> mx.array | None:
-    """The buffer, or a smaller copy of its first rows where half of it would be free."""
-    slots, heads, capacity, dim = buffer.shape
-    if not rows:
-        return None
-    fewer = rows if 2 * rows <= slots else slots
-    shorter = _stepped(longest) if 2 * _stepped(longest) <= capacity else capacity
-    if (fewer, shorter) == (slots, capacity):
-        return buffer
-    small = mx.zeros((fewer, heads, shorter, dim), dtype=buffer.dtype)
-    small[:, :, :] = buffer[:fewer, :, :shorter]
-    return small
-
-
-def _stepped(positions: int) -> int:
-    return max(1, -(-positions // _STEP)) * _STEP
-
-
-def _scatter(buffer: mx.array, new: mx.array, positions: mx.array) -> mx.array:
-    """Write [B, heads, T, dim] at positions [B, T], in one operation; free slots get a copy."""
-    free = buffer.shape[0] - new.shape[0]
-    if free:
-        spare = [row % new.shape[0] for row in range(free)]
-        new = mx.concatenate([new, *(new[row : row + 1] for row in spare)])
-        positions = mx.concatenate([positions, *(positions[row : row + 1] for row in spare)])
-    at = mx.broadcast_to(positions[:, None, :, None], new.shape)
-    return mx.put_along_axis(buffer, at, new, axis=2)
-
-
-def _same_kind(ours: mx.array | None, theirs: mx.array) -> None:
-    if ours is None:
-        return
-    mine, other = (ours.shape[1], ours.shape[3]), (theirs.shape[1], theirs.shape[3])
-    if mine != other or ours.dtype != theirs.dtype:
-        raise SeamError(
-            f"rows of {other[0]} heads of size {other[1]} in {theirs.dtype} do not fit rows of "
-            f"{mine[0]} heads of size {mine[1]} in {ours.dtype}"
-        )

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from spec_core.errors import SeamError
 from spec_core.kv import KVRows, QuantizedKVRows, RowClock, boolean_mask, causal_mask
+from spec_core.ring import Ring
 from spec_core.seams import PerToken
 from spec_targets.errors import UnsupportedTargetError
 
@@ -27,12 +28,15 @@ class LayerOptions:
     """How a layer stores what it remembers.
 
     Attributes:
-        kv_bits: None for the model's own type, or 4 or 8.
+        kv_bits: None for the model's own type, or 4 or 8. Windows are small and bounded: only
+            layers with full attention are quantised.
         group_size: how many quantised numbers share a scale.
+        slack: of the rings of sliding layers, see spec_core.ring; None: what serves best.
     """
 
     kv_bits: int | None = None
     group_size: int = 64
+    slack: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +81,13 @@ class Frame:
         offset: where the first column goes: an int if all rows agree, else [B].
     """
 
-    __slots__ = ("_masks", "clock", "offset")
+    __slots__ = ("_masks", "_rings", "clock", "offset")
 
     def __init__(self, clock: RowClock) -> None:
         self.clock = clock
         self.offset: int | mx.array = 0
         self._masks: dict[tuple[int, bool, int | None], Mask] = {}
+        self._rings: dict[tuple[int, int | None], Ring] = {}
 
     def open(self) -> None:
         """A forward begins."""
@@ -97,6 +102,13 @@ class Frame:
             make = boolean_mask if as_array and columns > 1 else causal_mask
             self._masks[key] = make(self.clock, columns, end, window)
         return self._masks[key]
+
+    def ring(self, window: int, slack: int | None = None) -> Ring:
+        """The ring that all layers with this window share."""
+        key = (window, slack)
+        if key not in self._rings:
+            self._rings[key] = Ring(self.clock, window, slack)
+        return self._rings[key]
 
 
 class FullLayer:

@@ -1,0 +1,68 @@
+"""Arrays [R, heads, S, dim] of rows and positions: growing, shrinking, writing in place."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from spec_core.errors import SeamError
+
+_STEP = 256
+
+
+def room(
+    buffer: mx.array | None, new: mx.array, rows: int, end: int, limit: int | None = None
+) -> mx.array:
+    """The buffer, grown geometrically where rows or positions (never more than `limit`) do not
+    fit."""
+    if buffer is not None and buffer.shape[0] >= rows and buffer.shape[2] >= end:
+        return buffer
+    have_rows, have = (0, 0) if buffer is None else (buffer.shape[0], buffer.shape[2])
+    capacity = have if have >= end else max(stepped(end), have + have // 2)
+    capacity = capacity if limit is None else min(capacity, limit)
+    slots = have_rows if have_rows >= rows else max(rows, have_rows + have_rows // 2)
+    grown = mx.zeros((slots, new.shape[1], capacity, new.shape[3]), dtype=new.dtype)
+    if buffer is not None:
+        grown[:have_rows, :, :have] = buffer
+    return grown
+
+
+def shrunk(buffer: mx.array, rows: int, longest: int) -> mx.array | None:
+    """The buffer, or a smaller copy of its first rows where half of it would be free."""
+    slots, heads, capacity, dim = buffer.shape
+    if not rows:
+        return None
+    fewer = rows if 2 * rows <= slots else slots
+    shorter = stepped(longest) if 2 * stepped(longest) <= capacity else capacity
+    if (fewer, shorter) == (slots, capacity):
+        return buffer
+    small = mx.zeros((fewer, heads, shorter, dim), dtype=buffer.dtype)
+    small[:, :, :] = buffer[:fewer, :, :shorter]
+    return small
+
+
+def stepped(positions: int) -> int:
+    """Room for at least so many positions, and for one."""
+    return max(1, -(-positions // _STEP)) * _STEP
+
+
+def scatter(buffer: mx.array, new: mx.array, positions: mx.array) -> mx.array:
+    """Write [B, heads, T, dim] at positions [B, T], in one operation; free slots get a copy."""
+    free = buffer.shape[0] - new.shape[0]
+    if free:
+        spare = [row % new.shape[0] for row in range(free)]
+        new = mx.concatenate([new, *(new[row : row + 1] for row in spare)])
+        positions = mx.concatenate([positions, *(positions[row : row + 1] for row in spare)])
+    at = mx.broadcast_to(positions[:, None, :, None], new.shape)
+    return mx.put_along_axis(buffer, at, new, axis=2)
+
+
+def same_kind(ours: mx.array | None, theirs: mx.array) -> None:
+    """Raise SeamError unless rows of both fit one buffer."""
+    if ours is None:
+        return
+    mine, other = (ours.shape[1], ours.shape[3]), (theirs.shape[1], theirs.shape[3])
+    if mine != other or ours.dtype != theirs.dtype:
+        raise SeamError(
+            f"rows of {other[0]} heads of size {other[1]} in {theirs.dtype} do not fit rows of "
+            f"{mine[0]} heads of size {mine[1]} in {ours.dtype}"
+        )
