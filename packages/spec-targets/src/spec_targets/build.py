@@ -13,6 +13,7 @@ from spec_targets.anatomy import context_window, text_config
 from spec_targets.errors import UnsupportedTargetError
 from spec_targets.families import family_for
 from spec_targets.probe import Reference, options_for, prove, refer
+from spec_targets.quantised import check_quantised
 from spec_targets.target import Bones, ModelTarget, Runner
 
 
@@ -28,11 +29,13 @@ def build_target(
 
     Raises:
         InvalidValueError: `kv_bits` is something else.
-        UnsupportedTargetError: a cache kind that cannot be taken back exactly, or a proof that
-            failed for plain decoding. A failed proof for taps is in `info.taps_refused`.
+        UnsupportedTargetError: quantised weights that this device cannot multiply with, a cache
+            kind that cannot be taken back exactly, or a proof that failed for plain decoding.
+            A failed proof for taps is in `info.taps_refused`.
     """
     if kv_bits not in (None, 4, 8):
         raise InvalidValueError("kv_bits", kv_bits, "4 or 8, or left out")
+    check_quantised(model)
     model_type = str(config.get("model_type", ""))
     family = family_for(model_type)
     options = options_for(family, model, kv_bits)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_targets.errors import IncompleteTargetError, UnsupportedTargetError
+from spec_targets.families import known_as
 from spec_targets.mlx_lm_import import mlx_lm_utils
 
 _LARGEST_HEADER = 1 << 28
@@ -104,7 +105,8 @@ def _check_type(folder: Path, config: Mapping[str, Any], trust_remote_code: bool
 
 
 def _known(model_type: str) -> bool:
-    name = mlx_lm_utils().MODEL_REMAPPING.get(model_type, model_type)
+    known = known_as(model_type)
+    name = mlx_lm_utils().MODEL_REMAPPING.get(known, known)
     if not re.fullmatch(r"[\w-]+", name):
         return False
     return find_spec(f"mlx_lm.models.{name}") is not None

@@ -19,6 +19,7 @@ from spec_targets.errors import (
     TargetNotFoundError,
     UnsupportedTargetError,
 )
+from spec_targets.families import known_as
 from spec_targets.folder import check_folder
 from spec_targets.mlx_lm_import import mlx_lm_utils
 from spec_targets.target import ModelTarget
@@ -157,7 +158,10 @@ def _hub_answers(name: str, revision: str | None) -> bool:
 def _load_model(folder: Path, trust_remote_code: bool) -> tuple[Module, dict[str, Any]]:
     try:
         loaded: tuple[Module, dict[str, Any]] = mlx_lm_utils().load_model(
-            folder, lazy=True, trust_remote_code=trust_remote_code
+            folder,
+            lazy=True,
+            get_model_classes=_classes,
+            trust_remote_code=trust_remote_code,
         )
     except SpecError:
         raise
@@ -166,6 +170,11 @@ def _load_model(folder: Path, trust_remote_code: bool) -> tuple[Module, dict[str
     except Exception as error:
         raise TargetError(f"mlx-lm cannot load {folder}: {_sentence(error)}") from error
     return loaded
+
+
+def _classes(config: Mapping[str, Any]) -> Any:
+    """mlx-lm's classes for a config, by the name that mlx-lm has for its model type."""
+    return mlx_lm_utils()._get_classes({**config, "model_type": known_as(config["model_type"])})
 
 
 def _dtype(dtype: str | mx.Dtype | None) -> mx.Dtype | None:

@@ -100,7 +100,7 @@ class Tape:
         """The slots after the first keep[b] columns of each row; lazy."""
         rows, _, width = self.shape
         columns = max(keep)
-        lengths = None if min(keep) == columns else mx.array(keep, dtype=mx.int32)
+        lengths = None if min(keep) == columns else mx.array(list(keep), dtype=mx.int32)
         mask = None if lengths is None else mx.arange(columns) < lengths[:, None]
         memory = _Memory(list(before), lengths)
         unread = mx.zeros((rows, columns, width), dtype=self.dtype)
@@ -226,7 +226,7 @@ class RecurrentLayer(_Memory):
         if not rows:
             self.slots = [None] * len(self.slots)
             return
-        index = mx.array(rows, dtype=mx.int32)
+        index = mx.array(list(rows), dtype=mx.int32)
         self.slots = [None if s is None else mx.take(s, index, axis=0) for s in self.slots]
 
     def join(self, other: RecurrentLayer) -> None:

@@ -67,6 +67,7 @@ class LayeredState:
         for layer in self.layers:
             layer.select(rows)
         self._clock.select(rows)
+        mx.eval(self.pending())
 
     def join(self, other: RowState) -> None:
         if not isinstance(other, LayeredState) or _kinds(other) != _kinds(self):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
+from types import MappingProxyType
 from typing import Any
 
 from mlx.nn.layers.base import Module
@@ -27,10 +28,12 @@ class Family:
 
     Attributes:
         model_types: the `model_type`s of config.json that a subclass is for.
+        aliases: those of them that mlx-lm has under another name, with that name.
         kinds: by class name of mlx-lm's own cache, what stands in for it.
     """
 
     model_types: Sequence[str] = ()
+    aliases: Mapping[str, str] = MappingProxyType({})
     kinds: Mapping[str, LayerMaker] = LAYER_KINDS
 
     def dissect(self, model: Module) -> Anatomy:
@@ -89,3 +92,8 @@ def family_for(model_type: str) -> Family:
         if model_type in family.model_types:
             return family  # type: ignore[no-any-return]
     return Family()
+
+
+def known_as(model_type: str) -> str:
+    """The name under which mlx-lm has a `model_type`."""
+    return family_for(model_type).aliases.get(model_type, model_type)
