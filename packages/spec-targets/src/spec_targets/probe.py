@@ -1,14 +1,14 @@
 """The load-time proof: a few tokens through the model's own call, and through ours.
 
 The reference is the model with mlx-lm's own caches. Against it are checked: logits of one row,
-commit of a part, rows of different length, the last column alone, the taps, and whether the
-embedding and the head can be lent. What cannot be proven is refused, with the reason.
+commit of a part, windows that wrap, rows of different length, the last column alone, the taps, and
+whether the embedding and the head can be lent. What cannot be proven is refused, with the reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -21,10 +21,12 @@ from spec_targets.families import Family
 from spec_targets.layers import Frame, LayerOptions, group_size_for
 from spec_targets.state import LayeredState
 from spec_targets.swap import Recorder, Swap, Wrapping, swapped, with_hidden
-from spec_targets.target import Bones, Runner
+from spec_targets.target import Bones, Runner, windowed
 
 _PROMPT = 3
 _CONTINUATION = 2
+_WINDOW = 3
+_WRAPPED = 8
 
 
 class ProofError(Exception):
@@ -98,6 +100,7 @@ def prove(bones: Bones, reference: Reference, candidates: Sequence[Scales]) -> F
     runner = Runner(bones)
     try:
         _prove_row(runner, reference)
+        _prove_wrapping(bones, reference.logits.shape[-1])
     except Exception as failure:  # whatever the model's code raises is a failed proof
         raise UnsupportedTargetError(
             f"this model cannot be decoded exactly over our caches: {failure}"
@@ -121,15 +124,22 @@ def options_for(family: Family, model: Module, kv_bits: int | None) -> LayerOpti
     family.new_layers(caches, Frame(RowClock(1)), LayerOptions())
     if kv_bits is None:
         return LayerOptions()
+    full = [cache for cache in caches if hasattr(cache, "to_quantized") and not windowed(cache)]
+    if not full:
+        raise UnsupportedTargetError(
+            f"kv_bits={kv_bits} would change nothing: no layer of this model has full attention, "
+            "and what the others remember is bounded; leave kv_bits out"
+        )
     model(_tokens(256)[:, :1], cache=caches)  # for the shapes; nothing is evaluated
-    stored = (getattr(cache, name, None) for cache in caches for name in ("keys", "values"))
+    stored = (getattr(cache, name, None) for cache in full for name in ("keys", "values"))
     sizes = [each.shape[-1] for each in stored if isinstance(each, mx.array)]
-    return LayerOptions(kv_bits=kv_bits, group_size=group_size_for(sizes))
+    options = LayerOptions(kv_bits=kv_bits, group_size=group_size_for(sizes))
+    family.own_caches(model, options)  # refuses what the family knows cannot be quantised
+    return options
 
 
-def _tokens(vocab_size: int) -> mx.array:
-    """Five different ids, spread over the vocabulary."""
-    count = _PROMPT + _CONTINUATION
+def _tokens(vocab_size: int, count: int = _PROMPT + _CONTINUATION) -> mx.array:
+    """Different ids, spread over the vocabulary."""
     return mx.array([[(vocab_size * (2 * i + 1)) // (2 * count) for i in range(count)]])
 
 
@@ -161,6 +171,28 @@ def _prove_row(runner: Runner, reference: Reference) -> None:
     _same("logits after a partial commit", _run(runner, last, state), logits[:, _PROMPT + 1 :])
 
 
+def _prove_wrapping(bones: Bones, vocab_size: int) -> None:
+    """Windows made so narrow that a few tokens wrap them: many columns at once, and blocks of
+    which a part is kept, give what single steps over mlx-lm's own give. (Its own masks for
+    several columns do not know the narrower window; for one column it needs none.)"""
+    narrow = replace(bones, window=_WINDOW, options=replace(bones.options, slack=_WINDOW - 1))
+    caches = narrow.own_caches()
+    if not any(windowed(cache) for cache in caches):
+        return
+    tokens = _tokens(vocab_size, _WRAPPED)
+    steps = [bones.anatomy.model(tokens[:, at : at + 1], cache=caches) for at in range(_WRAPPED)]
+    theirs = mx.concatenate(steps, axis=1)
+    runner = Runner(narrow)
+    at_once = _run(runner, tokens, runner.new_state(1))
+    _same("logits of more columns than a window has", at_once, theirs)
+    state = runner.new_state(1)
+    for start, kept in ((0, 3), (3, 2)):
+        wrong = tokens[:, : 3 - kept]
+        mx.eval(_run(runner, mx.concatenate([tokens[:, start : start + kept], wrong], 1), state))
+        state.commit([kept])
+    _same("logits after a window wrapped", _run(runner, tokens[:, 5:], state), theirs[:, 5:])
+
+
 def _prove_ragged(runner: Runner, reference: Reference) -> None:
     """Two rows of which one keeps one token of three: each goes on as if alone."""
     tokens, logits = reference.tokens, reference.logits
@@ -187,8 +219,7 @@ def _prove_taps(bones: Bones, runner: Runner, reference: Reference) -> None:
     _same("tapped logits", forward.logits, reference.logits[:, :_PROMPT])
     for tap, theirs in zip(forward.taps, reference.taps, strict=True):
         _same("taps", tap, theirs)
-    last = len(bones.anatomy.layers) - 1
-    for layer in sorted({last, last // 2}):
+    for layer in bones.family.replayable(bones.anatomy):
         replayed = _replayed(bones, reference, layer)
         _same(f"logits from the tap of layer {layer}", replayed, reference.logits[:, :_PROMPT])
 
@@ -219,13 +250,18 @@ def _lend(
     lender = Lender(anatomy.embedding, anatomy.head)
     rows = lender.embed(reference.tokens[:, :_PROMPT])
     raw = lender.unembed(normed)
-    logits = reference.logits[:, :_PROMPT]
-    for scales in candidates:
-        cap = scales.softcap
-        capped = raw if cap is None else mx.tanh(raw / cap) * cap
-        if _close(rows * scales.embed, reference.taps[0]) and _close(capped, logits):
-            return lender, scales
-    return None, candidates[0]
+    fitting = [each for each in candidates if _fits(each, rows, raw, reference)]
+    if not fitting:
+        return None, candidates[0]
+    return lender, min(fitting, key=lambda each: _distance(rows * each.embed, reference.taps[0]))
+
+
+def _fits(scales: Scales, rows: mx.array, raw: mx.array, reference: Reference) -> bool:
+    """Whether these scales lead from the lent parts to what layer 0 gets and to the logits."""
+    cap = scales.softcap
+    capped = raw if cap is None else mx.tanh(raw / cap) * cap
+    embedded = _close(rows * scales.embed, reference.taps[0])
+    return embedded and _close(capped, reference.logits[:, :_PROMPT])
 
 
 def _run(runner: Runner, tokens: mx.array, state: LayeredState) -> mx.array | None:

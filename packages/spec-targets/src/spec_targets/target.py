@@ -21,15 +21,32 @@ from spec_targets.swap import Recorder, Swap, Wrapping, swapped
 
 @dataclass(frozen=True, slots=True)
 class Bones:
-    """A model taken apart, with all that is needed to run it over our caches."""
+    """A model taken apart, with all that is needed to run it over our caches.
+
+    Attributes:
+        anatomy: its parts.
+        family: how its architecture becomes a target.
+        options: how layers store what they remember.
+        window: makes every sliding window at most so wide; only for the proof of wrapping.
+    """
 
     anatomy: Anatomy
     family: Family
     options: LayerOptions
+    window: int | None = None
 
     def own_caches(self) -> list[Any]:
         """Fresh caches of mlx-lm's own."""
-        return self.family.own_caches(self.anatomy.model, self.options)
+        made = self.family.own_caches(self.anatomy.model, self.options)
+        for cache in made if self.window else ():
+            if windowed(cache):
+                cache.max_size = min(cache.max_size, self.window)
+        return made
+
+
+def windowed(cache: object) -> bool:
+    """Whether one of mlx-lm's own caches is a sliding window."""
+    return type(cache).__name__ == "RotatingKVCache"
 
 
 class Runner:

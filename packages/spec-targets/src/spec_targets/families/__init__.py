@@ -13,6 +13,7 @@ from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import Any
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from spec_targets.anatomy import Anatomy, Scales, dissect, text_config
@@ -74,13 +75,22 @@ class Family:
         was fed. The layers are those of the state being forwarded."""
         return ()
 
+    def replayable(self, anatomy: Anatomy) -> Sequence[int]:
+        """Layers whose output alone, apart from positions and caches, decides all that follows;
+        the taps of these are proven by running on from them."""
+        last = len(anatomy.layers) - 1
+        return sorted({last // 2, last})
+
     def scales(self, config: Mapping[str, Any]) -> Sequence[Scales]:
         """What may surround embedding and head, the likeliest first; the probe finds which."""
         facts = text_config(config)
         softcap = facts.get("final_logit_softcapping")
         factors = [facts.get(n) for n in ("embedding_multiplier", "scale_emb", "embed_scale")]
         hidden = facts.get("hidden_size") or facts.get("n_embd") or 1
-        embeds = [1.0, *(float(f) for f in factors if isinstance(f, int | float)), hidden**0.5]
+        root = float(hidden) ** 0.5
+        # Gemma 3 rounds it.
+        rounded = float(mx.array(root, dtype=mx.bfloat16).item())  # type: ignore[arg-type]
+        embeds = [1.0, *(float(f) for f in factors if isinstance(f, int | float)), root, rounded]
         caps = [float(softcap), None] if isinstance(softcap, int | float) else [None]
         return [Scales(embed, cap) for embed in embeds for cap in caps]
 
