@@ -23,6 +23,7 @@ from spec_server import (
     Prompt,
     Tokeniser,
 )
+from spec_server.engine import Ask
 from spec_server.job import Labels, Sink
 from spec_server.worker import Models, Worker
 
@@ -143,9 +144,9 @@ def test_a_short_request_is_not_stuck_behind_a_long_prompt() -> None:
         return lambda event: ended.put(name) if isinstance(event, Chunk) else None
 
     one = tiny_engine(prefill_chunk=4, start=False)
-    one.submit(prompt(2, 200), sink("long"), max_tokens=1)
+    one.submit(Ask(prompt(2, 200), max_tokens=1), sink("long"))
     endless = SamplingParams(logit_bias={0: -100})
-    one.submit(prompt(1, 2), sink("short"), max_tokens=8, sampling=endless)
+    one.submit(Ask(prompt(1, 2), max_tokens=8, sampling=endless), sink("short"))
     with one:
         one._worker.start()
         order = [ended.get(timeout=60)]

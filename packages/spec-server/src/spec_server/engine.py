@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack
 
+from spec_cache import PrefixCache
 from spec_core import Request, SamplingParams
 from spec_core.errors import InvalidValueError
-from spec_server.errors import ContextLengthError
+from spec_server.activity import Snapshot
+from spec_server.errors import ContextLengthError, GrammarError, MemoryLimitError
+from spec_server.grammar import AnswerGrammar, GrammarCompiler, GrammarConstraint
 from spec_server.job import Event, Job, Sink
+from spec_server.limits import Limits
 from spec_server.loading import Bits, DType, Facts, Loaded, LoadOptions, Mode, load
+from spec_server.memory import MemoryBudget
 from spec_server.results import Chunk, Completion
+from spec_server.scheduler import Models
 from spec_server.text import AnswerText, Message, Prompt, Tokeniser
-from spec_server.worker import Limits, Models, Worker
+from spec_server.worker import Worker
 
 PromptLike = str | Sequence[Message] | Prompt
 """A user's message, a conversation, or a prompt that is tokenised already."""
@@ -32,6 +40,50 @@ class AnswerOptions(TypedDict, total=False):
     max_tokens: int | None
     stop: str | Sequence[str]
     max_draft: int | None
+    grammar: AnswerGrammar | None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """Where prefixes are kept for reuse.
+
+    Attributes:
+        ram_bytes: the most they may take in memory.
+        disk_bytes: the most that `directory` may hold; 0 without one.
+        directory: where they outlive the process; None keeps them in memory only.
+    """
+
+    ram_bytes: int
+    disk_bytes: int = 0
+    directory: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request for one answer.
+
+    Attributes:
+        prompt: tokenised.
+        sampling: greedy by default.
+        max_tokens: the answer's budget; None: what context and memory have room for.
+        stop: strings that end the answer right before them.
+        max_draft: cap on guesses a round.
+        split_thought: take the model's thought out of the text.
+        one_thought: only a thought at the answer's beginning is one; markers behind it are text.
+        grammar: what the answer must be, or None.
+        thinking: whether an answer with a grammar may begin with a thought; None: if the model
+            likes.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    max_draft: int | None = None
+    split_thought: bool = True
+    one_thought: bool = False
+    grammar: AnswerGrammar | None = None
+    thinking: bool | None = None
 
 
 class Answer(Iterator[Chunk]):
@@ -98,10 +150,19 @@ class Engine:
     Every method is safe from any thread. Requests that arrive together are decoded together.
     """
 
-    def __init__(self, worker: Worker, tokeniser: Tokeniser, facts: Facts) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        tokeniser: Tokeniser,
+        facts: Facts,
+        cache: PrefixCache | None = None,
+    ) -> None:
         self._worker = worker
         self.tokeniser = tokeniser
         self.facts = facts
+        self.cache = cache
+        self._grammars: GrammarCompiler | None = None
+        self._lock = threading.Lock()
 
     @classmethod
     def load(
@@ -118,6 +179,7 @@ class Engine:
         drafter_bits: Bits | Literal["auto"] | None = "auto",
         trust_remote_code: bool = False,
         limits: Limits | None = None,
+        prefix_cache: CacheOptions | None = None,
     ) -> Engine:
         """Load a target and what drafts for it, on the engine's own thread.
 
@@ -134,6 +196,8 @@ class Engine:
             drafter_bits: quantise the drafter's matrices; "auto": 4 bits on a GPU, none on a CPU.
             trust_remote_code: import Python code that the checkpoint brings.
             limits: how much runs at once.
+            prefix_cache: keep what prompts computed, so that a prompt that begins as an earlier
+                one did resumes where the two part; None computes every prompt anew.
 
         Raises:
             SpecError: a model or an option is not usable; the message says which and why.
@@ -150,15 +214,25 @@ class Engine:
             drafter_bits=drafter_bits,
             trust_remote_code=trust_remote_code,
         )
+        limits = limits or Limits()
         made: list[Loaded] = []
 
         def on_worker() -> Models:
             made.append(load(options))
             return made[0].models
 
-        worker = Worker(on_worker, limits or Limits())
-        worker.start()
-        return cls(worker, made[0].tokeniser, made.pop().facts)
+        cache = None if prefix_cache is None else _open(prefix_cache)
+        kept = None if cache is None else lambda: (cache, made[0].namespace)
+        worker = Worker(on_worker, limits, kept)
+        try:
+            worker.start()
+            facts = _within(made[0].facts, limits.context_window)
+            return cls(worker, made[0].tokeniser, facts, cache)
+        except BaseException:
+            worker.close()
+            if cache is not None:
+                cache.close()
+            raise
 
     def generate(self, prompt: PromptLike, **options: Unpack[AnswerOptions]) -> Completion:
         """The whole answer at once; arguments and errors as in `stream`."""
@@ -176,6 +250,7 @@ class Engine:
         max_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         max_draft: int | None = None,
+        grammar: AnswerGrammar | None = None,
     ) -> Answer:
         """Begin an answer and return it while it grows, round by round.
 
@@ -189,62 +264,106 @@ class Engine:
             max_tokens: the answer's budget; None: what the context has room for.
             stop: strings that end the answer right before them.
             max_draft: cap on guesses a round for this request.
+            grammar: what the answer must be (`JsonAnswer`, `CallsAnswer`); it is compiled before
+                the request is queued.
 
         Raises:
             InvalidValueError: a parameter is out of range.
             TemplateError: the chat template is missing or refused the messages.
             ContextLengthError: the prompt leaves no room for an answer.
+            MemoryLimitError: the prompt needs more memory than there is.
+            GrammarError: the grammar is invalid, too costly, or would not be enforced.
+            EngineBusyError: as many requests wait as may.
             EngineClosedError: the engine is closed.
         """
         ready = self._prompt(prompt, chat, system, thinking, tools)
         answer = Answer()
-        job = self.submit(
+        ask = Ask(
             ready,
-            answer._events.put,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            stop=stop,
-            max_draft=max_draft,
+            sampling or SamplingParams(),
+            max_tokens,
+            (stop,) if isinstance(stop, str) else tuple(stop),
+            max_draft,
             split_thought=chat,
+            one_thought=grammar is not None or bool(tools),
+            grammar=grammar,
+            thinking=thinking if chat else False,
         )
-        return answer._started(job)
+        return answer._started(self.submit(ask, answer._events.put))
 
-    def submit(
-        self,
-        prompt: Prompt,
-        sink: Sink,
-        *,
-        sampling: SamplingParams | None = None,
-        max_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
-        max_draft: int | None = None,
-        split_thought: bool = True,
-    ) -> Job:
-        """Queue a tokenised prompt; its events go to `sink` on the engine's thread.
+    def submit(self, ask: Ask, sink: Sink) -> Job:
+        """Queue a request; its events go to `sink` on the engine's thread.
 
-        Arguments and errors as in `stream`. Setting the job's `cancelled` takes it back.
+        Errors as in `stream`. Setting the job's `cancelled` takes it back.
         """
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        return self.submit_all([(ask, sink)])[0]
+
+    def submit_all(self, asked: Sequence[tuple[Ask, Sink]]) -> list[Job]:
+        """Queue all of these requests, or none; as `submit`."""
+        jobs = [self._job(ask, sink) for ask, sink in asked]
+        self._worker.submit_all(jobs)
+        return jobs
+
+    @property
+    def activity(self) -> Snapshot:
+        """What the engine is doing and has done."""
+        return self._worker.activity.snapshot()
+
+    @property
+    def alive(self) -> bool:
+        """It takes requests."""
+        return self._worker.alive
+
+    def _job(self, ask: Ask, sink: Sink) -> Job:
+        self._check_ids(ask)
         text = AnswerText(
             self.tokeniser,
-            stops=stops,
-            markers=self.tokeniser.markers if split_thought else None,
-            opens_thought=prompt.opens_thought,
+            stops=ask.stop,
+            markers=self.tokeniser.markers if ask.split_thought else None,
+            opens_thought=ask.prompt.opens_thought,
+            one_thought=ask.one_thought,
         )
         request = Request(
-            prompt=prompt.ids,
-            sampling=sampling or SamplingParams(),
-            max_tokens=self._budget(len(prompt.ids), max_tokens),
+            prompt=ask.prompt.ids,
+            sampling=ask.sampling,
+            max_tokens=self._budget(len(ask.prompt.ids), ask.max_tokens),
             end_tokens=self.tokeniser.end_tokens,
-            max_draft=max_draft,
+            max_draft=ask.max_draft,
+            constraint=self._constraint(ask),
         )
-        job = Job(request, text, sink, self.facts.labels)
-        self._worker.submit(job)
-        return job
+        return Job(request, text, sink, self.facts.labels)
+
+    def _check_ids(self, ask: Ask) -> None:
+        size = self.facts.vocab_size
+        if size is None:
+            return
+        for name, ids in (("prompt", ask.prompt.ids), ("logit_bias", ask.sampling.logit_bias)):
+            wrong = next((i for i in ids if not 0 <= i < size), None)
+            if wrong is not None:
+                raise InvalidValueError(name, wrong, f"a token id from 0 to {size - 1}")
+
+    def _constraint(self, ask: Ask) -> GrammarConstraint | None:
+        if ask.grammar is None:
+            return None
+        return self._compiler().compile(
+            ask.grammar, thinking=ask.thinking, opens_thought=ask.prompt.opens_thought
+        )
+
+    def _compiler(self) -> GrammarCompiler:
+        with self._lock:
+            if self._grammars is None:
+                if self.facts.vocab_size is None:
+                    raise GrammarError("this engine's vocabulary is not known")
+                self._grammars = GrammarCompiler(self.tokeniser, self.facts.vocab_size)
+            return self._grammars
 
     def close(self) -> None:
         """End the engine and free its models; answers that still run fail. Idempotent."""
         self._worker.close()
+        if self._grammars is not None:
+            self._grammars.close()
+        if self.cache is not None:
+            self.cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -279,8 +398,39 @@ class Engine:
         return self.tokeniser.render(messages, thinking=thinking, tools=tools)
 
     def _budget(self, prompt_tokens: int, requested: int | None) -> int:
-        """Answer tokens: what was asked for, as far as the context reaches."""
-        room = self.facts.context_window - prompt_tokens
-        if room < 1:
-            raise ContextLengthError(prompt_tokens, self.facts.context_window, requested)
+        """Answer tokens: what was asked for, as far as context and memory reach."""
+        window = self.facts.context_window
+        if prompt_tokens >= window:
+            raise ContextLengthError(prompt_tokens, window, requested)
+        memory = self._worker.memory
+        longest = window if memory is None else memory.longest(window)
+        if memory is not None and prompt_tokens >= longest:
+            raise _too_large(memory, prompt_tokens)
+        room = longest - prompt_tokens
         return room if requested is None else min(requested, room)
+
+
+def _open(options: CacheOptions) -> PrefixCache:
+    return PrefixCache(options.ram_bytes, options.disk_bytes, options.directory)
+
+
+def _within(facts: Facts, context_window: int | None) -> Facts:
+    """The facts with a smaller context window."""
+    if context_window is None:
+        return facts
+    if context_window > facts.context_window:
+        raise InvalidValueError(
+            "context_window",
+            context_window,
+            f"at most {facts.context_window}, which the model was made for",
+        )
+    return replace(facts, context_window=context_window)
+
+
+def _too_large(memory: MemoryBudget, prompt_tokens: int) -> MemoryLimitError:
+    need, have = memory.need(1, prompt_tokens + 1) / 2**20, (memory.room or 0.0) / 2**20
+    return MemoryLimitError(
+        f"a prompt of {prompt_tokens} tokens needs about {need:.0f} MiB, but the memory limit "
+        f"leaves {have:.0f} MiB for requests; shorten it, or raise the limit (memory_bytes, "
+        "--memory-limit)"
+    )

@@ -17,6 +17,27 @@ class EngineClosedError(EngineError):
     """The engine was closed, or its worker ended."""
 
 
+class EngineBusyError(EngineError):
+    """As many requests wait as may; try again later.
+
+    Attributes:
+        running: requests that have a row.
+        waiting: requests that wait for one.
+    """
+
+    def __init__(self, running: int, waiting: int) -> None:
+        super().__init__(
+            f"{running} requests are running and {waiting} are waiting, as many as this engine "
+            "takes; try again in a moment, or raise max_queue"
+        )
+        self.running = running
+        self.waiting = waiting
+
+
+class MemoryLimitError(EngineError):
+    """A request needs more memory than the limit leaves, even alone."""
+
+
 class PromptError(EngineError):
     """A prompt cannot be turned into tokens."""
 

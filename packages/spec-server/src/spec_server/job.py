@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from spec_core import Request, RowOutcome, Statistics, TokenLogprob
+from spec_server.errors import GrammarError
+from spec_server.grammar import GrammarConstraint
 from spec_server.results import AnswerStatistics, Chunk, Completion, FinishReason
+from spec_server.reuse import Reuse
 from spec_server.text import AnswerText, Segment
 
 Event = Chunk | Exception
@@ -41,6 +44,9 @@ class Job:
     labels: Labels
     submitted: float = field(default_factory=time.perf_counter)
     cancelled: threading.Event = field(default_factory=threading.Event)
+    _queue_seconds: float = 0.0
+    _reuse: Reuse = field(default_factory=Reuse)
+    _notes: list[str] = field(default_factory=list)
     _statistics: Statistics = field(default_factory=Statistics)
     _content: list[str] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
@@ -48,11 +54,18 @@ class Job:
     _logprobs: list[TokenLogprob] = field(default_factory=list)
     _first_at: float | None = None
 
+    def admitted(self, reuse: Reuse | None) -> None:
+        """The request has a row, and perhaps a restored prefix."""
+        self._queue_seconds = time.perf_counter() - self.submitted
+        self._reuse = reuse or self._reuse
+
     def deliver(self, outcome: RowOutcome) -> bool:
         """Send what a round did to this request on; true if that was the end of it."""
         if self._first_at is None:
             self._first_at = time.perf_counter()
         self._statistics.add(outcome)
+        if self._broke_grammar():
+            return True
         shown = outcome.tokens
         if outcome.finish == "stop" and shown[-1] in self.request.end_tokens:
             shown = shown[:-1]
@@ -68,13 +81,23 @@ class Job:
         self._send(segment, outcome.tokens, logprobs)
         return False
 
-    def cancel(self) -> None:
-        """End the answer with what there is of it."""
-        self._end(self.text.finish(complete=False), (), None, "cancelled")
+    def end(self, reason: FinishReason, note: str | None = None) -> None:
+        """End the answer with what there is of it; a note is added to its fallbacks."""
+        if note is not None:
+            self._notes.append(note)
+        self._end(self.text.finish(complete=False), (), None, reason)
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
         self.sink(error)
+
+    def _broke_grammar(self) -> bool:
+        """Fail the request if its grammar gave up, so that what it says does not hold."""
+        constraint = self.request.constraint
+        if not isinstance(constraint, GrammarConstraint) or constraint.failure is None:
+            return False
+        self.fail(GrammarError(f"the answer's grammar could not be kept: {constraint.failure}"))
+        return True
 
     def _end(
         self,
@@ -134,7 +157,11 @@ class Job:
             tokens_per_second=_rate(len(self._ids), now - self.submitted, now - first),
             ttft_seconds=first - self.submitted,
             seconds=now - self.submitted,
-            fallbacks=self.labels.fallbacks,
+            queue_seconds=self._queue_seconds,
+            cached_tokens=self._reuse.length,
+            cache_stopped_at=self._reuse.stopped_at,
+            cache_stopped=self._reuse.stopped,
+            fallbacks=(*self.labels.fallbacks, *self._notes),
         )
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from spec_cache import Namespace
 from spec_core import ConfidenceThreshold, Drafter, DraftPolicy, FixedLength, SpecError, Target
 from spec_core.errors import InvalidValueError
 from spec_server import device
 from spec_server.errors import ModelLoadError
 from spec_server.job import Labels
+from spec_server.scheduler import Models
 from spec_server.text import Tokeniser
-from spec_server.worker import Models
 
 Mode = Literal["auto", "dspark", "dflash", "eagle3", "lookup", "baseline"]
 DType = Literal["float32", "float16", "bfloat16"]
@@ -72,6 +74,7 @@ class Facts:
         context_window: the most positions of a request, prompt and answer together.
         dtype: of the target's activations.
         max_block: the most tokens drafted in a round; 0 without a drafter.
+        vocab_size: columns of the target's logits; None if it is not known beforehand.
     """
 
     model: str
@@ -79,15 +82,21 @@ class Facts:
     context_window: int
     dtype: str
     max_block: int
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Everything an engine is made of."""
+    """Everything an engine is made of.
+
+    Attributes:
+        namespace: names everything that changes a row's state, for the prefix cache.
+    """
 
     models: Models
     tokeniser: Tokeniser
     facts: Facts
+    namespace: Namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +166,31 @@ def load(options: LoadOptions) -> Loaded:
         context_window=parts.target.info.context_window,
         dtype=parts.dtype,
         max_block=0 if drafter is None else drafter.max_block,
+        vocab_size=parts.target.info.vocab_size,
     )
-    return Loaded(Models(parts.target, drafter, policy(options)), tokeniser, facts)
+    namespace = Namespace(
+        target=fingerprint(folder),
+        drafter=f"{drafting.mode} {'' if choice.path is None else fingerprint(choice.path)}",
+        quantisation=f"{parts.dtype}, drafter {options.drafter_bits}",
+        kv_bits=options.kv_bits,
+    )
+    return Loaded(Models(parts.target, drafter, policy(options)), tokeniser, facts, namespace)
+
+
+def fingerprint(path: Path) -> str:
+    """Identity of a checkpoint: its configuration, and the size and time of its weight files.
+
+    (Reading the weights would take as long as loading them.)
+    """
+    files = [path] if path.is_file() else sorted(path.glob("*"))
+    digest = hashlib.sha256()
+    for file in files:
+        if file.name == "config.json":
+            digest.update(file.read_bytes())
+        elif file.suffix in (".safetensors", ".gguf"):
+            facts = file.stat()
+            digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns}".encode())
+    return digest.hexdigest()
 
 
 def policy(options: LoadOptions) -> DraftPolicy:

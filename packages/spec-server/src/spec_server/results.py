@@ -29,6 +29,10 @@ class AnswerStatistics:
             was only one).
         ttft_seconds: from submission to the first token.
         seconds: from submission to the end.
+        queue_seconds: from submission to a row.
+        cached_tokens: prompt tokens that the prefix cache restored.
+        cache_stopped_at: the first position of the prompt that was never stored.
+        cache_stopped: why reuse ended, in a word ("off" without a cache).
         fallbacks: what was asked for and is not done, one sentence each.
     """
 
@@ -43,6 +47,10 @@ class AnswerStatistics:
     tokens_per_second: float
     ttft_seconds: float
     seconds: float
+    queue_seconds: float = 0.0
+    cached_tokens: int = 0
+    cache_stopped_at: int = 0
+    cache_stopped: str = "off"
     fallbacks: tuple[str, ...] = ()
 
 

@@ -37,10 +37,11 @@ class AnswerText:
         stops: Sequence[str] = (),
         markers: ThinkingMarkers | None = None,
         opens_thought: bool = False,
+        one_thought: bool = False,
     ) -> None:
         self._detokeniser = Detokeniser(decoder)
         self._stops = StopMatcher(stops)
-        self._split = ThinkingSplit(markers, opens_thought)
+        self._split = ThinkingSplit(markers, opens_thought, one=one_thought)
         self._one_by_one = bool(stops)
 
     def feed(self, ids: Sequence[int]) -> Segment:

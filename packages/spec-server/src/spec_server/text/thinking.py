@@ -31,10 +31,15 @@ class ThinkingSplit:
     Args:
         markers: the model's markers, or None.
         inside: the prompt already opened the thought.
+        one: only a thought at the beginning is one; markers behind it are content.
     """
 
-    def __init__(self, markers: ThinkingMarkers | None, inside: bool = False) -> None:
+    def __init__(
+        self, markers: ThinkingMarkers | None, inside: bool = False, *, one: bool = False
+    ) -> None:
         self._markers = markers
+        self._one = one
+        self._closed = False
         self._inside = inside and markers is not None
         self._held = ""
         self._skip_space = self._inside
@@ -50,14 +55,21 @@ class ThinkingSplit:
         while True:
             marker = self._markers.end if self._inside else self._markers.start
             at = self._held.find(marker)
-            if at < 0:
+            if at < 0 or self._is_content(self._held[:at]):
                 break
+            self._closed = self._inside
             piece, self._held = self._held[:at], self._held[at + len(marker) :]
             (reasoning if self._inside else content).append(self._last_piece(piece))
             self._inside, self._skip_space = not self._inside, True
         piece = self._take(_settled(self._held, marker))
         (reasoning if self._inside else content).append(piece)
         return Split("".join(content), "".join(reasoning))
+
+    def _is_content(self, before: str) -> bool:
+        """Whether an opening marker that stands behind `before` is a part of the content."""
+        if not self._one or self._inside:
+            return False
+        return self._closed or self._content_began or bool(before.strip())
 
     def finish(self) -> Split:
         """Flush what was held back; a thought that was cut short stays a thought."""
