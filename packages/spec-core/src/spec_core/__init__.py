@@ -1,6 +1,9 @@
 """The round of lossless speculative decoding: propose, verify, accept, commit, observe."""
 
+from spec_core.adaptive import AdaptiveLength
 from spec_core.batch import Batch, Prefill, RowImage
+from spec_core.calibrate import FreeDrafter, calibrate
+from spec_core.curves import CostCurves, RoundCost
 from spec_core.decode import decode
 from spec_core.errors import InvalidValueError, SeamError, SpecError, UnsupportedError
 from spec_core.policy import ConfidenceThreshold, FixedLength
@@ -30,10 +33,12 @@ from spec_core.seams import (
 from spec_core.stats import Statistics
 
 __all__ = [
+    "AdaptiveLength",
     "Batch",
     "Chooser",
     "ConfidenceThreshold",
     "Constraint",
+    "CostCurves",
     "DraftChoice",
     "DraftPolicy",
     "Drafter",
@@ -42,11 +47,13 @@ __all__ = [
     "Finish",
     "FixedLength",
     "Forward",
+    "FreeDrafter",
     "InvalidValueError",
     "PerToken",
     "Prefill",
     "Proposal",
     "Request",
+    "RoundCost",
     "RowImage",
     "RowOutcome",
     "RowState",
@@ -61,5 +68,6 @@ __all__ = [
     "TargetState",
     "TokenLogprob",
     "UnsupportedError",
+    "calibrate",
     "decode",
 ]

@@ -1,0 +1,265 @@
+"""Draft length from measured curves: each round takes the length with the most expected tokens a
+second, and length 0 (parking) where plain decoding wins.
+
+Expected tokens of a round with L guesses are 1 + sum over k <= L of the product of the first k
+slots' acceptance. Slots are learnt from live rounds; a slot counts as tried only if all before it
+were accepted, so a fully accepted block says nothing about the slots beyond it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from spec_core.curves import CostCurves
+from spec_core.seams import RowOutcome, RowStatus
+
+_MEMORY = 0.92
+"""What a slot remembers of its past after each new trial (about a dozen trials)."""
+_PRIOR_TRIALS = 3.0
+"""How many trials the shared experience weighs in a row's own."""
+_FIRST_GUESS = 0.7
+"""Acceptance of a slot that nobody has tried yet."""
+
+
+class Acceptance:
+    """Acceptance by slot, given that all earlier slots were accepted; recent rounds weigh more."""
+
+    def __init__(self) -> None:
+        self._tried: list[float] = []
+        self._passed: list[float] = []
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        while len(self._tried) < drafted:
+            self._tried.append(0.0)
+            self._passed.append(0.0)
+        for slot in range(min(drafted, accepted + 1)):
+            self._tried[slot] = self._tried[slot] * _MEMORY + 1.0
+            self._passed[slot] = self._passed[slot] * _MEMORY + (slot < accepted)
+
+    def rates(self, count: int, prior: Sequence[float] | None = None) -> list[float]:
+        """Expected acceptance of the first `count` slots; `prior` fills in for missing trials.
+
+        A slot that was never tried is expected to do as the one before it.
+        """
+        rates: list[float] = []
+        for slot in range(count):
+            before = rates[-1] if rates else _FIRST_GUESS
+            expected = before if prior is None else prior[slot]
+            tried = self._tried[slot] if slot < len(self._tried) else 0.0
+            passed = self._passed[slot] if slot < len(self._passed) else 0.0
+            rates.append((passed + _PRIOR_TRIALS * expected) / (tried + _PRIOR_TRIALS))
+        return rates
+
+
+def expected_tokens(rates: Iterable[float]) -> list[float]:
+    """Expected tokens of a round for each draft length 0, 1, ..., len(rates)."""
+    tokens, reached = [1.0], 1.0
+    for rate in rates:
+        reached *= rate
+        tokens.append(tokens[-1] + reached)
+    return tokens
+
+
+class AdaptiveLength:
+    """A DraftPolicy that takes the length with the most expected tokens a second.
+
+    Args:
+        curves: what rounds cost on this machine, for this target and drafter.
+        longest: cap on the length; None = the longest that was measured.
+        dwell: the fewest rounds between two changes of length.
+        probe_share: the share of time that probing may cost while parked.
+
+    All rows of a round get the same length, since a round costs what its widest row costs; the
+    choice weighs every row's own acceptance, and the number of rows.
+    """
+
+    needs_confidence = False
+
+    def __init__(
+        self,
+        curves: CostCurves,
+        longest: int | None = None,
+        *,
+        dwell: int = 16,
+        probe_share: float = 0.01,
+    ) -> None:
+        self._curves = curves
+        self._longest = curves.max_length if longest is None else min(longest, curves.max_length)
+        self._dwell = dwell
+        self._probe_share = probe_share
+        self._shared = Acceptance()
+        self._rows: dict[int, Acceptance] = {}
+        self._statuses: Sequence[RowStatus] = ()
+        self._pace = Pace()
+        self._length = self._opening()
+        self._since_change = 0
+        self._patience = min(_FIRST_DWELL, dwell)
+        self._since_probe = 0
+
+    @property
+    def length(self) -> int:
+        """The current length; 0 while parked."""
+        return self._length
+
+    @property
+    def parked(self) -> bool:
+        return self._length == 0
+
+    def lengths(self, rows: Sequence[RowStatus]) -> Sequence[int]:
+        self._statuses = rows
+        length = self._length
+        if self._probe_due(rows):
+            length = self._probe_length(rows)
+        elif length and self._pace.doubtful:
+            length = 0
+        return [length] * len(rows)
+
+    def truncate(
+        self,
+        rows: Sequence[RowStatus],
+        lengths: Sequence[int],
+        confidence: Sequence[Sequence[float]],
+    ) -> Sequence[int]:
+        return lengths
+
+    def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
+        if not outcomes:
+            return
+        drafted = max(outcome.drafted for outcome in outcomes)
+        for outcome in outcomes:
+            if outcome.drafted:
+                row = self._rows.setdefault(outcome.key, Acceptance())
+                row.observe(outcome.drafted, outcome.accepted)
+                self._shared.observe(outcome.drafted, outcome.accepted)
+        self._since_change += 1
+        rows = self._statuses
+        self._since_probe = 0 if drafted else self._since_probe + 1
+        if drafted and self.parked and self._paid(rows, outcomes, drafted):
+            self._since_probe = _PROBE_AT_LEAST
+        if len(rows) == len(outcomes):
+            expected = self._seconds(rows, drafted)
+            self._pace.observe(drafted, seconds / expected, own=drafted != self._length)
+        for outcome in outcomes:
+            if outcome.finish is not None:
+                self._rows.pop(outcome.key, None)
+        if drafted and not self._pace.doubtful:
+            self._reconsider(rows)
+
+    # ------------------------------------------------------------------ the choice
+
+    def _opening(self) -> int:
+        """Before any experience: the best length for a row of its own, if that drafts at all."""
+        speeds = self._speeds([RowStatus(key=-1, length=0, remaining=1)])
+        return max(range(1, len(speeds)), key=speeds.__getitem__)
+
+    def _reconsider(self, rows: Sequence[RowStatus]) -> None:
+        speeds = self._speeds(rows)
+        best = max(range(len(speeds)), key=speeds.__getitem__)
+        gain = speeds[best] / speeds[self._length]
+        worth = _WORTH_PARKING if best == 0 else _WORTH
+        if best != self._length and gain > worth and self._since_change >= self._patience:
+            self._length = best
+            self._since_change = 0
+            self._patience = min(2 * self._patience, self._dwell)
+
+    def _speeds(self, rows: Sequence[RowStatus]) -> list[float]:
+        """Expected tokens a second of all rows together, for each length."""
+        total = [0.0] * (self._longest + 1)
+        shared = self._shared.rates(self._longest)
+        for row in rows:
+            known = self._rows.get(row.key)
+            rates = shared if known is None else known.rates(self._longest, shared)
+            for length, tokens in enumerate(expected_tokens(rates)):
+                total[length] += tokens
+        return [
+            tokens / (self._seconds(rows, length) * self._pace.factor(length))
+            for length, tokens in enumerate(total)
+        ]
+
+    def _seconds(self, rows: Sequence[RowStatus], length: int) -> float:
+        depth = sum(row.length for row in rows) // max(1, len(rows))
+        return self._curves.seconds(max(1, len(rows)), length, depth)
+
+    # ------------------------------------------------------------------ probing while parked
+
+    def _probe_due(self, rows: Sequence[RowStatus]) -> bool:
+        if not self.parked or not rows:
+            return False
+        plain, probe = (self._seconds(rows, n) for n in (0, self._probe_length(rows)))
+        interval = max(_PROBE_EVERY, (probe - plain) / plain / self._probe_share)
+        return self._since_probe >= min(interval, _PROBE_AT_LEAST)
+
+    def _paid(
+        self, rows: Sequence[RowStatus], outcomes: Sequence[RowOutcome], drafted: int
+    ) -> bool:
+        """A probe that emitted more than plain decoding would have in its time; it costs nothing,
+        so another one follows at once."""
+        emitted = sum(outcome.accepted + 1 for outcome in outcomes) / len(outcomes)
+        return emitted >= self._seconds(rows, drafted) / self._seconds(rows, 0)
+
+    def _probe_length(self, rows: Sequence[RowStatus]) -> int:
+        """The drafting length that would be best, were plain decoding not better."""
+        speeds = self._speeds(rows)
+        return max(range(1, len(speeds)), key=speeds.__getitem__)
+
+
+_WORTH = 1.03
+"""A change has to promise this much..."""
+_WORTH_PARKING = 1.08
+"""...parking more, since a parked row learns slowly..."""
+_FIRST_DWELL = 4
+"""Rounds before the first change; each later one waits twice as long, up to the dwell time."""
+_PROBE_EVERY = 16
+_PROBE_AT_LEAST = 96
+"""Plain rounds between two probes: from .. to, by what a probe costs."""
+
+
+class Pace:
+    """How observed round times compare with the curves, for each length.
+
+    A machine that is slower for a while slows every length, so a change seen at the length in use
+    is first taken to hold for all. Once it is large it is doubted: a few plain rounds are
+    compared, and what differs from them is the length's own.
+    """
+
+    def __init__(self) -> None:
+        self._factors: dict[int, float] = {}
+        self._drift = 1.0
+        self._checks = 0
+
+    @property
+    def doubtful(self) -> bool:
+        """Plain rounds are wanted for comparison."""
+        return self._checks > 0
+
+    def observe(self, length: int, ratio: float, *, own: bool) -> None:
+        """`ratio` = observed over expected time; `own`: it says nothing of the other lengths."""
+        old = self.factor(length)
+        step = (min(max(ratio, 0.2), 5.0) / old) ** (_OWN_STEP if own else _STEP)
+        if own:
+            self._checks = max(0, self._checks - (length == 0))
+        else:
+            self._factors = {n: factor * step for n, factor in self._factors.items()}
+            self._drift *= step
+            if not 1 / _DOUBT < self._drift < _DOUBT:
+                self._drift, self._checks = 1.0, _CHECKS if length else 0
+        self._factors[length] = old * step
+
+    def factor(self, length: int) -> float:
+        """Between lengths that were seen, linear; beyond them, as the nearest."""
+        seen = sorted(self._factors.items())
+        if not seen:
+            return 1.0
+        above = [(n, f) for n, f in seen if n >= length]
+        below = [(n, f) for n, f in seen if n <= length]
+        (x0, y0), (x1, y1) = (
+            (below or above)[-1 if below else 0],
+            (above or below)[0 if above else -1],
+        )
+        return y0 if x0 == x1 else y0 + (y1 - y0) * (length - x0) / (x1 - x0)
+
+
+_STEP, _OWN_STEP = 0.1, 0.4
+"""How far (in the logarithm) a factor moves towards an observation."""
+_DOUBT, _CHECKS = 1.3, 3
+"""A drift by this factor is checked by so many plain rounds."""

@@ -1,0 +1,183 @@
+"""Measure what rounds cost here, by running them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from spec_core.batch import Batch
+from spec_core.curves import CostCurves, RoundCost
+from spec_core.policy import FixedLength
+from spec_core.request import Request
+from spec_core.seams import (
+    Chooser,
+    Drafter,
+    DrafterState,
+    Proposal,
+    RowOutcome,
+    RowState,
+    RowStatus,
+    StateImage,
+    Target,
+)
+
+_SWEEPS = 6
+"""Passes over all lengths. Interleaved, so that a machine that slows down for a while slows every
+length alike; the first pass warms up (kernels compile, buffers grow) and is not counted."""
+_BASE_DEPTH, _DEEP = 64, 1024
+
+
+def calibrate(
+    target: Target,
+    drafter: Drafter,
+    *,
+    longest: int | None = None,
+    max_rows: int = 1,
+    budget_seconds: float = 6.0,
+) -> CostCurves:
+    """Time rounds of this target and drafter on this device, for a few seconds.
+
+    One row is measured at every length up to `longest` (fewer beyond 8), then, while the time
+    budget lasts, a deep context and wider batches.
+
+    Args:
+        longest: the longest draft of interest; the drafter's block if None.
+        max_rows: the widest batch of interest.
+        budget_seconds: no further point is begun after this much time.
+    """
+    began = time.perf_counter()
+    top = drafter.max_block if longest is None else min(longest, drafter.max_block)
+    meter = _Meter(target, drafter, 1, _BASE_DEPTH)
+    points = meter.points([0, *_ladder(top)])
+
+    def left() -> float:
+        return budget_seconds - (time.perf_counter() - began)
+
+    deep_seconds = meter.prefill_seconds * _DEEP / _BASE_DEPTH
+    if target.info.context_window > 2 * _DEEP and deep_seconds < left() / 2:
+        points += _Meter(target, drafter, 1, _DEEP).points([0, top])
+    rows = 2
+    while rows <= max_rows and left() > 0:
+        points += _Meter(target, drafter, rows, _BASE_DEPTH).points(
+            sorted({0, 1, (top + 1) // 2, top})
+        )
+        rows *= 2
+    return CostCurves(points)
+
+
+def _ladder(top: int) -> list[int]:
+    """1..8 one by one, then ever coarser, ending with `top`."""
+    steps = [n for n in (*range(1, 9), 10, 12, 15, 20, 24, 32) if n < top]
+    return [*steps, top]
+
+
+class _Dial(FixedLength):
+    """A fixed length that can be turned, and remembers what rounds took."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.length = 0
+        self.seconds: list[float] = []
+
+    def lengths(self, rows: Sequence[RowStatus]) -> Sequence[int]:
+        return [self.length] * len(rows)
+
+    def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+class _Meter:
+    """Rows of arbitrary text at one depth, decoded for timing only."""
+
+    def __init__(self, target: Target, drafter: Drafter, rows: int, depth: int) -> None:
+        self._rows, self._depth, self._dial = rows, depth, _Dial()
+        self._batch = Batch(target, drafter, self._dial)
+        vocab = target.info.vocab_size
+        started = time.perf_counter()
+        for row in range(rows):
+            prompt = tuple((row + 7 * i * i + 3 * i) % vocab for i in range(depth))
+            prefill = self._batch.prefill(Request(prompt, max_tokens=2**30))
+            while prefill.step(depth) is None:
+                pass
+            self._batch.join(prefill)
+        self.prefill_seconds = (time.perf_counter() - started) / rows
+
+    def points(self, lengths: Sequence[int]) -> list[RoundCost]:
+        """The cost of each length: a lower quartile, since noise only ever adds."""
+        seconds: dict[int, list[float]] = {length: [] for length in lengths}
+        for sweep in range(_SWEEPS):
+            for length in lengths:
+                taken = self._rounds(length)
+                if sweep:
+                    seconds[length].extend(taken)
+        return [
+            RoundCost(self._rows, length, self._depth, sorted(taken)[len(taken) // 4])
+            for length, taken in seconds.items()
+        ]
+
+    def _rounds(self, length: int) -> list[float]:
+        """Two rounds of a length; the first after a change of length only fills the pipeline."""
+        self._dial.length = length
+        for _ in range(3 if length == 0 else 2):
+            self._batch.step()
+        taken, self._dial.seconds = self._dial.seconds, []
+        return taken[1:] if length == 0 else taken
+
+
+class _NoState:
+    """The state of a drafter that remembers nothing but lengths."""
+
+    def __init__(self, rows: int, start: int) -> None:
+        self.lengths: list[int] = [start] * rows
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def join(self, other: RowState) -> None:
+        self.lengths += list(other.lengths)
+
+    def image(self, row: int, start: int = 0) -> StateImage:
+        return StateImage(start, self.lengths[row])
+
+    def restore(self, row: int, image: StateImage) -> None:
+        self.lengths[row] = image.length
+
+    def pending(self) -> Sequence[mx.array]:
+        return ()
+
+
+class FreeDrafter:
+    """Proposes the anchor over and over at no cost: the stand-in for a drafter that searches text
+    (its proposals cost nothing measurable, and arbitrary text has none)."""
+
+    name = "free"
+    taps: Sequence[int] = ()
+    needs_host_tokens = False
+
+    def __init__(self, max_block: int = 32) -> None:
+        self.max_block = max_block
+
+    def new_state(self, rows: int, start: int = 0) -> DrafterState:
+        return _NoState(rows, start)
+
+    def extend(
+        self,
+        state: DrafterState,
+        tokens: mx.array,
+        taps: Sequence[mx.array],
+        keep: Sequence[int],
+    ) -> None:
+        assert isinstance(state, _NoState)
+        state.lengths = [n + k for n, k in zip(state.lengths, keep, strict=True)]
+
+    def propose(
+        self, state: DrafterState, anchor: mx.array, count: int, chooser: Chooser
+    ) -> Proposal:
+        tokens = mx.broadcast_to(anchor[:, None], (anchor.shape[0], count))
+        return Proposal(tokens, (count,) * anchor.shape[0], sources=(self.name,) * anchor.shape[0])

@@ -1,0 +1,169 @@
+"""The adaptive length on synthetic curves and acceptance processes: seeded, no clocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+
+from spec_core import InvalidValueError, RowOutcome, RowStatus
+from spec_core.adaptive import AdaptiveLength, expected_tokens
+from spec_core.curves import CostCurves, RoundCost
+
+# Milliseconds of a round with 0..7 guesses, in the shapes that were met: nearly free columns,
+# columns that cost, and a machine on which eight columns cost less than seven.
+CHEAP = [14.0, 19.0, 20.0, 20.5, 21.0, 21.5, 22.0, 22.5]
+DEAR = [26.0, 50.0, 56.0, 62.0, 66.0, 72.0, 78.0, 84.0]
+UNEVEN = [5.5, 10.0, 13.0, 14.0, 16.0, 17.0, 18.0, 16.0]
+ALL_CURVES = [CHEAP, DEAR, UNEVEN]
+
+
+def policy(curve: Sequence[float]) -> AdaptiveLength:
+    return AdaptiveLength(CostCurves(RoundCost(1, n, 0, ms) for n, ms in enumerate(curve)))
+
+
+def simulate(
+    adaptive: AdaptiveLength,
+    curve: Sequence[float],
+    accepts: Callable[[int], float],
+    rounds: int,
+    *,
+    seed: int,
+    noise: float = 0.1,
+) -> tuple[float, list[int]]:
+    """Tokens a millisecond, and the policy's length after each round."""
+    rng = random.Random(seed)
+    tokens = time = 0.0
+    history: list[int] = []
+    for _ in range(rounds):
+        (length,) = adaptive.lengths([RowStatus(key=0, length=10, remaining=1000)])
+        accepted = 0
+        while accepted < length and rng.random() < accepts(accepted):
+            accepted += 1
+        taken = curve[length] * (1 + noise * (rng.random() - 0.5))
+        tokens, time = tokens + accepted + 1, time + taken
+        outcome = RowOutcome(0, tuple(range(accepted + 1)), length, accepted)
+        adaptive.observe([outcome], taken)
+        history.append(adaptive.length)
+    return tokens / time, history
+
+
+def best_speed(curve: Sequence[float], rate: float) -> float:
+    tokens = expected_tokens([rate] * (len(curve) - 1))
+    return max(t / c for t, c in zip(tokens, curve, strict=True))
+
+
+def mean_speed(curve: Sequence[float], rate: float) -> float:
+    speeds = [
+        simulate(policy(curve), curve, lambda _: rate, 800, seed=seed)[0] for seed in range(4)
+    ]
+    return sum(speeds) / len(speeds)
+
+
+@pytest.mark.parametrize("curve", ALL_CURVES)
+@pytest.mark.parametrize("rate", [0.05, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97])
+def test_speed_comes_close_to_the_best_fixed_length(curve: list[float], rate: float) -> None:
+    assert mean_speed(curve, rate) >= 0.92 * best_speed(curve, rate)
+
+
+@pytest.mark.parametrize("curve", ALL_CURVES)
+@pytest.mark.parametrize("rate", [0.0, 0.05, 0.2, 0.3])
+def test_hopeless_text_costs_two_percent_at_most(curve: list[float], rate: float) -> None:
+    assert mean_speed(curve, rate) >= 0.98 / curve[0]
+
+
+@pytest.mark.parametrize("curve", ALL_CURVES)
+def test_it_parks_comes_back_and_parks_again(curve: list[float]) -> None:
+    adaptive = policy(curve)
+    simulate(adaptive, curve, lambda _: 0.0, 100, seed=1)
+    assert adaptive.parked
+    _, history = simulate(adaptive, curve, lambda _: 0.98, 120, seed=2)
+    assert history[-1] >= 4
+    _, history = simulate(adaptive, curve, lambda _: 0.0, 64, seed=3)
+    assert history[-1] == 0
+
+
+def test_while_drafting_a_change_is_followed_within_32_rounds() -> None:
+    adaptive = policy(DEAR)
+    simulate(adaptive, DEAR, lambda _: 0.95, 60, seed=4)
+    assert adaptive.length == 7
+    _, history = simulate(adaptive, DEAR, lambda slot: 0.95 if slot < 2 else 0.1, 32, seed=5)
+    assert 1 <= history[-1] <= 3
+
+
+@pytest.mark.parametrize("curve", ALL_CURVES)
+@pytest.mark.parametrize("rate", [0.2, 0.5, 0.7, 0.9])
+def test_stationary_text_changes_the_length_once_in_sixteen_rounds_at_most(
+    curve: list[float], rate: float
+) -> None:
+    for seed in range(6):
+        _, history = simulate(policy(curve), curve, lambda _: rate, 400, seed=seed)
+        changes = [i for i in range(1, len(history)) if history[i] != history[i - 1]]
+        late = [i for i in changes if i > 32]
+        assert all(b - a >= 16 for a, b in pairwise(late))
+
+
+def test_a_slow_spell_of_the_whole_machine_does_not_change_the_length() -> None:
+    adaptive = policy(CHEAP)
+    simulate(adaptive, CHEAP, lambda _: 0.85, 100, seed=6)
+    before = adaptive.length
+    slowed = [3.0 * ms for ms in CHEAP]
+    _, history = simulate(adaptive, slowed, lambda _: 0.85, 100, seed=7)
+    assert set(history) == {before}
+
+
+def test_a_length_that_is_dearer_than_measured_is_left() -> None:
+    adaptive = policy(CHEAP)
+    simulate(adaptive, CHEAP, lambda _: 0.8, 60, seed=8)
+    wrong = [*CHEAP[:4], *(4 * ms for ms in CHEAP[4:])]
+    _, history = simulate(adaptive, wrong, lambda _: 0.8, 400, seed=9)
+    assert 1 <= history[-1] <= 3
+
+
+def test_rows_of_a_batch_share_a_length_that_weighs_them_all() -> None:
+    points = [RoundCost(1, n, 0, ms) for n, ms in enumerate(DEAR)]
+    adaptive = AdaptiveLength(CostCurves(points))
+    rows = [RowStatus(key=key, length=10, remaining=100) for key in range(3)]
+    for _ in range(100):
+        lengths = adaptive.lengths(rows)
+        assert len(set(lengths)) == 1
+        outcomes = [
+            RowOutcome(key, (1,), lengths[key], min(lengths[key], 7 * (key == 0)))
+            for key in range(3)
+        ]
+        adaptive.observe(outcomes, DEAR[lengths[0]])
+    assert adaptive.length == 7 or adaptive.parked
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [],
+        [RoundCost(1, 0, 0, 1.0)],
+        [RoundCost(2, 0, 0, 1.0), RoundCost(2, 1, 0, 1.0)],
+        [RoundCost(1, 0, 0, 1.0), RoundCost(1, 1, 0, 0.0)],
+    ],
+)
+def test_points_that_do_not_suffice_are_refused(points: list[RoundCost]) -> None:
+    with pytest.raises(InvalidValueError):
+        CostCurves(points)
+
+
+def test_curves_interpolate_by_length_rows_and_depth() -> None:
+    curves = CostCurves(
+        [
+            RoundCost(1, 0, 64, 10.0),
+            RoundCost(1, 4, 64, 18.0),
+            RoundCost(1, 0, 1064, 20.0),
+            RoundCost(1, 4, 1064, 38.0),
+            RoundCost(4, 0, 64, 16.0),
+            RoundCost(4, 4, 64, 42.0),
+        ]
+    )
+    assert curves.seconds(1, 2, 64) == pytest.approx(14.0)
+    assert curves.seconds(2, 0, 64) == pytest.approx(12.0)
+    assert curves.seconds(1, 4, 564) == pytest.approx(28.0)
+    assert curves.seconds(1, 6, 64) == pytest.approx(22.0)
+    assert curves.seconds(4, 0, 1064) == pytest.approx(16.0 + 4 * 10.0)
