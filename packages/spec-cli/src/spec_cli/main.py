@@ -13,7 +13,6 @@ from spec_cli.commands.generate import generate
 from spec_cli.commands.models import models
 
 INTERRUPTED = 130
-BROKEN_PIPE = 141
 INTERNAL = 70
 
 
@@ -72,10 +71,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _failed(error.format_message(), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         return _failed("interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        # Nobody reads any more: keep the interpreter from failing again at its last flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
     except Exception as error:
         return _explain(error)
 

@@ -1,0 +1,144 @@
+"""`spec` itself, `spec models` and `spec benchmark`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+
+class Ran(Protocol):
+    code: int
+    out: str
+    err: str
+
+
+class Spec(Protocol):
+    def __call__(self, *arguments: str, stdin: str | bytes | None = None) -> Ran: ...
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "-h"], ["benchmark", "--help"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys; from spec_cli.main import run; code = run(sys.argv[1:]); "
+        "heavy = {'mlx', 'numpy', 'mlx_lm', 'transformers', 'rich', 'starlette', 'spec_core'}; "
+        "sys.exit(code or ', '.join(heavy & set(sys.modules)) or 0)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "Usage: spec" in ran.stdout
+
+
+def test_versions_are_listed(spec: Spec) -> None:
+    ran = spec("--version")
+    assert ran.code == 0
+    assert [line.split()[0] for line in ran.out.splitlines()] == [
+        f"spec-{part}" for part in ("cli", "server", "targets", "drafters", "cache", "core")
+    ]
+
+
+def test_an_unknown_command_is_wrong_usage(spec: Spec) -> None:
+    ran = spec("generat")
+    assert ran.code == 2
+    assert "generat" in ran.err
+
+
+def test_models_lists_the_pairs(spec: Spec) -> None:
+    ran = spec("models")
+    assert ran.code == 0
+    assert "spec-tiny-dspark" in ran.out
+    pairs: list[dict[str, Any]] = json.loads(spec("models", "--json").out)
+    assert pairs[0]["target"] == "spec-tiny"
+    assert {"mode", "source", "packaging", "measured"} == set(pairs[0]["drafters"][0])
+    assert all(pair["drafters"] for pair in pairs)
+
+
+RUN_KEYS = {
+    "mode",
+    "max_draft",
+    "tokens_per_second",
+    "speedup",
+    "mean_accept_length",
+    "accept_by_position",
+    "draft_ms",
+    "verify_ms",
+    "overhead_ms",
+    "ttft_ms",
+    "peak_memory_bytes",
+    "identical",
+    "first_divergence",
+}
+
+
+def test_benchmark_compares_every_setting_with_plain_decoding(spec: Spec, tmp_path: Path) -> None:
+    prompts = tmp_path / "mine.txt"
+    prompts.write_text("Write a Python function that checks if a number is even.\n\n")
+    arguments = ("--trials", "1", "--max-tokens", "20", "--prompts", str(prompts), "--json")
+    ran = spec("benchmark", *arguments, "--modes", "dspark,lookup", "--max-draft", "2,full")
+    assert ran.code == 0, ran.err
+    record = json.loads(ran.out)
+    assert {"device", "versions", "model", "drafter", "prompts", "runs", "verdict"} <= set(record)
+    assert record["prompts"] == {"mine": 1}
+    runs = record["runs"]
+    assert [(run["mode"], run["max_draft"]) for run in runs] == [
+        ("baseline", None),
+        ("mlx_lm", None),
+        ("dspark", 2),
+        ("dspark", None),
+        ("lookup", 2),
+        ("lookup", None),
+    ]
+    for run in runs:
+        assert set(run) >= RUN_KEYS
+        assert run["identical"]
+        assert run["first_divergence"] is None
+        assert run["tokens_per_second"] > 0
+        assert run["peak_memory_bytes"] > 17e6
+    assert runs[0]["speedup"] == 1.0
+    assert len(runs[2]["accept_by_position"]) == 2
+    assert runs[3]["mean_accept_length"] > runs[2]["mean_accept_length"]
+    assert "identical" in record["verdict"]
+
+
+def test_benchmark_prints_tables(spec: Spec) -> None:
+    arguments = ("--trials", "1", "--max-tokens", "8", "--max-prompts", "1", "--sets", "code")
+    ran = spec("benchmark", *arguments, "--modes", "dspark", "--no-mlx-lm")
+    assert ran.code == 0, ran.err
+    lines = ran.out.splitlines()
+    assert any(line.startswith("baseline") and "1.00x" in line for line in lines)
+    assert any(line.startswith("dspark") for line in lines)
+    assert any("ms a round" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--modes", "turbo"], "turbo"),
+        (["--sets", "poems"], "poems"),
+        (["--max-draft", "2,x"], "'x'"),
+        (["--modes", "eagle3"], "no eagle3 drafter is known"),
+    ],
+)
+def test_wrong_benchmark_options_are_explained(
+    spec: Spec, arguments: list[str], sentence: str
+) -> None:
+    ran = spec("benchmark", *arguments)
+    assert ran.code in (1, 2)
+    assert sentence in ran.err
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '[{"tex": "x"}]', '["ok", ""]', "3"])
+def test_a_prompt_file_that_holds_none_is_explained(
+    spec: Spec, tmp_path: Path, content: str
+) -> None:
+    file = tmp_path / "prompts.json"
+    file.write_text(content)
+    ran = spec("benchmark", "--prompts", str(file))
+    assert ran.code == 2
+    assert "prompt" in ran.err
