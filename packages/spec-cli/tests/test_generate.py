@@ -312,7 +312,7 @@ def test_ctrl_c_while_loading_is_clean(spec: Spec, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("spec_server.Engine.load", interrupted)
     ran = spec("generate", "Hello")
-    assert (ran.code, ran.out, ran.err) == (130, "", "spec: interrupted\n")
+    assert (ran.code, ran.out, ran.err.strip()) == (130, "", "spec: interrupted")
 
 
 def test_an_internal_error_is_one_sentence(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
