@@ -31,8 +31,9 @@ def project(name: str) -> dict[str, Any]:
 
 def requirements(name: str) -> list[Requirement]:
     """All that a package asks for, extras included."""
-    extras = project(name)["optional-dependencies"].values()
-    return [Requirement(text) for group in (project(name)["dependencies"], *extras) for text in group]
+    table = project(name)
+    groups = (table["dependencies"], *table["optional-dependencies"].values())
+    return [Requirement(text) for group in groups for text in group]
 
 
 def test_all_six_packages_are_here() -> None:
