@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import spec_cli
 from spec_core import Batch, Request, SamplingParams
 from spec_core.seams import Drafter
 from spec_core.testing import NoisyOracle, TinyDrafter, TinyTarget
@@ -37,7 +36,8 @@ from spec_server.tools import ToolFormat, ToolSplit
 from spec_server.tools.formats import GEMMA, JSON, PYTHONIC, XML
 
 V = 4096
-TINY = Path(spec_cli.__file__).parent / "models" / "spec-tiny"
+# A neighbour's files, not its code: spec-server must not depend on spec-cli.
+TINY = Path(__file__).parents[2] / "spec-cli" / "src" / "spec_cli" / "models" / "spec-tiny"
 
 
 @cache
