@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_map
+from mlx.utils import tree_map_with_path
 
 from spec_targets import ModelTarget, build_target
 from spec_targets.mlx_lm_import import mlx_lm_utils
@@ -27,6 +27,31 @@ _COMMON = {
     "head_dim": 32,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
+}
+
+_GATED_DELTA = {
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+
+_NO_EXPERTS = {
+    "num_experts": 0,
+    "num_experts_per_tok": 0,
+    "decoder_sparse_step": 1,
+    "shared_expert_intermediate_size": 0,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 0,
+    "partial_rotary_factor": 0.25,
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -52,18 +77,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_bias": False,
     },
     "phi3": {"model_type": "phi3", **_COMMON},
+    "qwen3_5": {"model_type": "qwen3_5", **_COMMON, **_GATED_DELTA},
+    "qwen3_next": {"model_type": "qwen3_next", **_COMMON, **_GATED_DELTA, **_NO_EXPERTS},
+    "lfm2": {
+        "model_type": "lfm2",
+        **_COMMON,
+        "num_hidden_layers": 4,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+    },
 }
 
 
 def make_model(
-    name: str, dtype: mx.Dtype = mx.float32, weight_bits: int | None = None, **changes: Any
+    name: str,
+    dtype: mx.Dtype = mx.float32,
+    weight_bits: int | None = None,
+    seed: int = 7,
+    **changes: Any,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """A random model of one family with its config; the same one for the same arguments."""
     config = {k: v for k, v in {**CONFIGS[name], **changes}.items() if v is not None}
     model_class, args_class = mlx_lm_utils()._get_classes(dict(config))
-    mx.random.seed(7)
+    mx.random.seed(seed)
     model = model_class(args_class.from_dict(dict(config)))
-    model.update(tree_map(lambda p: _random(p).astype(dtype), model.parameters()))
+    model.update(
+        tree_map_with_path(lambda path, p: _random(path, p).astype(dtype), model.parameters())
+    )
     if weight_bits is not None:
         nn.quantize(model, group_size=32, bits=weight_bits)
     model.eval()
@@ -71,9 +117,12 @@ def make_model(
     return model, config
 
 
-def _random(parameter: mx.array) -> mx.array:
-    """Weights large enough that attention and taps matter, norms near one."""
+def _random(path: str, parameter: mx.array) -> mx.array:
+    """Weights large enough that attention and taps matter, norms near one, decays that leave a
+    recurrence something to remember."""
     noise = mx.random.normal(parameter.shape)
+    if path.endswith("A_log"):
+        return noise - 3
     return 1 + 0.1 * noise if parameter.ndim == 1 else noise * parameter.shape[-1] ** -0.5 * 1.5
 
 
