@@ -142,6 +142,15 @@ def test_any_schedule_of_joins_and_leaves(make: Make, data: st.DataObject) -> No
     rows.check()
 
 
+@pytest.mark.parametrize("make", MAKES, ids=["plain", "8 bits", "4 bits"])
+def test_rows_that_were_never_written_join_and_move(make: Make) -> None:
+    rows = Rows(make, 2)
+    rows.append([3, 1], 3)
+    rows.join(Rows(make, 2))
+    rows.select([3, 0, 1])
+    rows.check()
+
+
 def test_growth_past_every_step_keeps_the_past() -> None:
     rows = Rows(KVRows, 2)
     for _ in range(20):

@@ -157,16 +157,18 @@ class Plane:
 
     def join(self, other: Plane, lengths: Sequence[int], joining: Sequence[int]) -> None:
         """Write the rows of `other` behind the first len(lengths) rows."""
-        if other.array is None:
-            return
         if self.array is None and not lengths:
             self.array = other.array
             return
         first, total = len(lengths), len(lengths) + len(joining)
-        same_kind(self.array, other.array)
-        buffer = room(self.array, other.array, total, max([*lengths, *joining]), self.limit)
+        like = self.array if other.array is None else other.array
+        if like is None:
+            return
+        same_kind(self.array, like)
+        buffer = room(self.array, like, total, max([*lengths, *joining]), self.limit)
         for row, length in enumerate(joining):
-            buffer[first + row, :, :length] = other.array[row, :, :length]
+            if other.array is not None:
+                buffer[first + row, :, :length] = other.array[row, :, :length]
         self.array = buffer
 
     def image(self, row: int, start: int, stop: int) -> mx.array:
