@@ -1,7 +1,8 @@
-"""A tiny Qwen3 equals the reference implementation, logits, hidden states and taps."""
+"""Tiny targets equal the reference implementation: logits, hidden states, taps, greedy tokens."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,56 +11,69 @@ import pytest
 
 from spec_targets import LoadedTarget, load_target
 
-GOLDEN = Path(__file__).parent / "golden" / "e2e_qwen3"
+GOLDENS = Path(__file__).parent / "golden"
+TAPS = {"e2e_qwen3": (-1, 0, 2, 3), "e2e_gemma4": (0, 2, 4)}
 
 
-@pytest.fixture(scope="module")
-def loaded() -> LoadedTarget:
-    return load_target(GOLDEN / "target")
+@dataclass
+class Golden:
+    """A checkpoint, a prompt, and what the reference made of it."""
+
+    loaded: LoadedTarget
+    prompt: mx.array
+    expected: Any
+    taps: tuple[int, ...]
 
 
-@pytest.fixture(scope="module")
-def expected() -> Any:
-    return mx.load(str(GOLDEN / "outputs.safetensors"))
-
-
-@pytest.fixture(scope="module")
-def prompt() -> mx.array:
-    arrays = mx.load(str(GOLDEN / "inputs.safetensors"))
-    assert isinstance(arrays, dict)
-    return arrays["input_ids"]
+@pytest.fixture(scope="module", params=sorted(TAPS))
+def golden(request: pytest.FixtureRequest) -> Golden:
+    folder = GOLDENS / request.param
+    inputs = mx.load(str(folder / "inputs.safetensors"))
+    assert isinstance(inputs, dict)
+    return Golden(
+        load_target(folder / "target"),
+        inputs["input_ids"],
+        mx.load(str(folder / "outputs.safetensors")),
+        TAPS[request.param],
+    )
 
 
 def _off(ours: mx.array, theirs: mx.array) -> float:
     return mx.abs(ours - theirs).max().item()  # type: ignore[return-value]
 
 
-def test_logits_and_taps(loaded: LoadedTarget, expected: Any, prompt: mx.array) -> None:
-    target = loaded.target
-    forward = target.forward(prompt, target.new_state(1), taps=(-1, 0, 2, 3))
+def test_logits_and_taps(golden: Golden) -> None:
+    target, expected = golden.loaded.target, golden.expected
+    forward = target.forward(golden.prompt, target.new_state(1), taps=golden.taps)
     assert forward.logits is not None
     assert _off(forward.logits, expected["target_prompt_logits"]) < 2e-5
     taps = mx.concatenate(list(forward.taps), axis=-1)
     assert _off(taps, expected["target_prompt_taps"]) < 5e-6
 
 
-def test_every_hidden_state(loaded: LoadedTarget, expected: Any, prompt: mx.array) -> None:
-    target = loaded.target
-    taps = target.forward(prompt, target.new_state(1), taps=(-1, 0, 1, 2, 3)).taps
-    states = expected["target_prompt_hidden_states"]
-    for tap, theirs in zip(taps, states[:5], strict=True):
+def test_every_hidden_state(golden: Golden) -> None:
+    target = golden.loaded.target
+    layers = target.info.num_layers
+    taps = target.forward(golden.prompt, target.new_state(1), taps=range(-1, layers)).taps
+    # The reference's last state comes after the final norm.
+    states = golden.expected["target_prompt_hidden_states"][:layers]
+    for tap, theirs in zip(taps[:layers], states, strict=True):
         assert _off(tap[0], theirs) < 5e-6
 
 
-def test_greedy_tokens(loaded: LoadedTarget, expected: Any, prompt: mx.array) -> None:
-    target = loaded.target
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_greedy_tokens(golden: Golden, chunk: int) -> None:
+    target = golden.loaded.target
     state = target.new_state(1)
-    tokens = prompt.tolist()[0]
-    step = tokens
-    for _ in range(40):
-        logits = target.forward(mx.array([step]), state, logits="last").logits
-        assert logits is not None
-        state.commit([len(step)])
-        step = [int(mx.argmax(logits[0, -1]).item())]
-        tokens = tokens + step
-    assert tokens == expected["plain_greedy_ids"].tolist()[0]
+    tokens: list[int] = golden.prompt.tolist()[0]  # type: ignore[assignment, index]
+    wanted = golden.expected["plain_greedy_ids"].tolist()[0]
+    done = 0
+    while len(tokens) < len(wanted):
+        piece = tokens[done : done + chunk]
+        logits = target.forward(mx.array([piece]), state, logits="last").logits
+        state.commit([len(piece)])
+        done += len(piece)
+        if done == len(tokens):
+            assert logits is not None
+            tokens = [*tokens, int(mx.argmax(logits[0, -1]).item())]
+    assert tokens == wanted
