@@ -5,12 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from spec_cache import Namespace
-from spec_core import ConfidenceThreshold, Drafter, DraftPolicy, FixedLength, SpecError, Target
+from spec_core import (
+    ConfidenceThreshold,
+    Drafter,
+    DraftPolicy,
+    FixedLength,
+    SamplingParams,
+    SpecError,
+    Target,
+)
 from spec_core.errors import InvalidValueError
 from spec_server import device
 from spec_server.errors import ModelLoadError
@@ -75,6 +83,7 @@ class Facts:
         dtype: of the target's activations.
         max_block: the most tokens drafted in a round; 0 without a drafter.
         vocab_size: columns of the target's logits; None if it is not known beforehand.
+        sampling: what the model's makers recommend (generation_config.json, where it samples).
     """
 
     model: str
@@ -83,6 +92,7 @@ class Facts:
     dtype: str
     max_block: int
     vocab_size: int | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +177,7 @@ def load(options: LoadOptions) -> Loaded:
         dtype=parts.dtype,
         max_block=0 if drafter is None else drafter.max_block,
         vocab_size=parts.target.info.vocab_size,
+        sampling=recommended_sampling(folder),
     )
     namespace = Namespace(
         target=fingerprint(folder),
@@ -175,6 +186,19 @@ def load(options: LoadOptions) -> Loaded:
         kv_bits=options.kv_bits,
     )
     return Loaded(Models(parts.target, drafter, policy(options)), tokeniser, facts, namespace)
+
+
+def recommended_sampling(folder: Path) -> SamplingParams:
+    """Of generation_config.json, where it says that the model samples; greedy otherwise."""
+    found = _json(folder / "generation_config.json")
+    if found.get("do_sample") is not True:
+        return SamplingParams()
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: found[name] for name in names if found.get(name) is not None}
+    try:
+        return SamplingParams(**{"temperature": 1.0, **given})
+    except InvalidValueError as error:
+        raise ModelLoadError(f"{folder / 'generation_config.json'}: {error}") from error
 
 
 def fingerprint(path: Path) -> str:
@@ -347,8 +371,13 @@ def _drafter_bits(options: LoadOptions) -> Bits | None:
 
 def _config(folder: Path) -> dict[str, Any]:
     """config.json; unreadable ones are the target loader's to report."""
+    return _json(folder / "config.json")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """An object in a file, empty if there is none."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

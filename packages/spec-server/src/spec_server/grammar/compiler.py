@@ -62,12 +62,14 @@ class CallsAnswer:
         format: how the model writes calls.
         functions: those that may be called.
         parallel: whether several calls may follow each other.
+        free: any text may stand around the calls, and there need not be one.
         instead: a JSON answer that may stand in the calls' place.
     """
 
     format: ToolFormat
     functions: Sequence[Function]
     parallel: bool = True
+    free: bool = False
     instead: JsonAnswer | None = None
 
 
@@ -167,6 +169,7 @@ class GrammarCompiler:
             grammar.functions,
             self._vocabulary.marker_ids,
             parallel=grammar.parallel,
+            free=grammar.free,
             answer=None if grammar.instead is None else grammar.instead.schema,
         )
 

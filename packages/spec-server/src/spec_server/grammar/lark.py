@@ -81,9 +81,11 @@ def tool_calls(
     marker_ids: MarkerIds,
     *,
     parallel: bool,
+    free: bool = False,
     answer: Mapping[str, Any] | bool | None = None,
 ) -> str:
-    """One call, or several if `parallel`; with `answer` a JSON value may stand in their place.
+    """One call, or several if `parallel`; with `answer` a JSON value may stand in their place, and
+    with `free` any text around them.
 
     Raises:
         GrammarError: the format's grammar is not known, or a parameter's schema would not be
@@ -106,9 +108,27 @@ def tool_calls(
         line = "" if format.name == "gemma" else ' "\\n"'
         one = rules.add(f"{start}{line} ({' | '.join(bodies)}){line} {end}")
         calls = rules.add(f"{one} ({line} {one})*" if parallel else one)
+    if free:
+        return rules.text(_within_text(rules, format, calls, parallel))
     if answer is None:
         return rules.text(calls)
     return rules.text(f"{calls} | {rules.add(embedded(answer))}")
+
+
+def _within_text(rules: Rules, format: ToolFormat, calls: str, parallel: bool) -> str:
+    """Any text without the start marker, with calls where it stands."""
+    if not _marker(format.start, rules.marker_ids).startswith("<["):
+        raise GrammarError(
+            f"strict functions need a model that opens calls with one token, but {format.start!r} "
+            "is several here; leave strict out"
+        )
+    text = rules.terminal(f"/(?s:.*)/ & ~/(?s:.*){_regex(format.start)}(?s:.*)/")
+    return rules.add(f"({text} {calls})* {text}" if parallel else f"{text} ({calls} {text})?")
+
+
+def _regex(text: str) -> str:
+    """A pattern for a literal, inside slashes."""
+    return re.escape(text).replace("/", r"\/")
 
 
 def _marker(text: str, marker_ids: MarkerIds) -> str:
@@ -243,8 +263,8 @@ def _gemma_string(rules: Rules, function: str, schema: Mapping[str, Any] | bool)
         return f"{quote} ({' | '.join(values)}) {quote}"
     if quote == quoted(GEMMA_QUOTE):
         return f"{quote} {rules.add('/(?s:.*)/', f'[suffix={quote}]')}"
-    spelled = re.escape(GEMMA_QUOTE).replace("/", r"\/")
-    return f"{quote} {rules.terminal(f'/(?s:.*)/ & ~/(?s:.*){spelled}(?s:.*)/')} {quote}"
+    body = rules.terminal(f"/(?s:.*)/ & ~/(?s:.*){_regex(GEMMA_QUOTE)}(?s:.*)/")
+    return f"{quote} {body} {quote}"
 
 
 def _listed(rules: Rules, members: Sequence[tuple[str, bool]], separator: str) -> str:

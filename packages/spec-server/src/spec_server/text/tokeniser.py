@@ -60,6 +60,7 @@ class Tokeniser:
         self.byte_tokens = frozenset(
             i for token, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(token)
         )
+        self._byte_level = _is_byte_level(wrapper)
         self.tool_format = _tool_format(wrapper, vocabulary)
         self._hidden = _hidden_tokens(wrapper, self.tool_format)
 
@@ -150,6 +151,22 @@ class Tokeniser:
         text: str = self._wrapper.decode([token], skip_special_tokens=False)
         return text
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token as they stand in the answer's text; b"" for hidden ones."""
+        if token in self._hidden:
+            return b""
+        piece: str | None = self._wrapper.convert_ids_to_tokens(token)
+        if piece is None:
+            return b""
+        if token in self._wrapper.added_tokens_decoder:
+            return piece.encode()
+        if _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        try:
+            return bytes(_BYTE_OF[c] for c in piece) if self._byte_level else _spaced(piece)
+        except KeyError:
+            return piece.encode()
+
     def backend_json(self) -> str:
         """The tokenizer as tokenizer.json has it, with every added token.
 
@@ -196,6 +213,26 @@ class Tokeniser:
     def _encode(self, text: str, special: bool) -> tuple[int, ...]:
         with self._lock:
             return tuple(self._wrapper.encode(text, add_special_tokens=special))
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Byte-level BPE's printable stand-ins: a printable byte is itself, others follow at 256."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    stands = {chr(byte): byte for byte in printable}
+    return stands | {chr(256 + order): byte for order, byte in enumerate(others)}
+
+
+_BYTE_OF = _bytes_of_characters()
+
+
+def _is_byte_level(wrapper: TokenizerWrapper) -> bool:
+    backend = getattr(wrapper._tokenizer, "backend_tokenizer", None)
+    return backend is not None and "ByteLevel" in repr(backend.decoder)
+
+
+def _spaced(piece: str) -> bytes:
+    return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
 
 def _tool_format(wrapper: TokenizerWrapper, vocabulary: Mapping[str, int]) -> ToolFormat | None:
