@@ -186,7 +186,7 @@ class Batch:
 
     @property
     def busy(self) -> bool:
-        """A further `step` is wanted: rows decode, outcomes wait, or ended rows still hold memory."""
+        """A further `step` is wanted: rows decode, outcomes wait, or ended rows hold memory."""
         return self._lanes is not None or bool(self._ready)
 
     @property

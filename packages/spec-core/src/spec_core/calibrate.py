@@ -43,6 +43,8 @@ def calibrate(
     budget lasts, a deep context and wider batches.
 
     Args:
+        target: the target, with its weights loaded.
+        drafter: what guesses; `FreeDrafter` stands in for one that searches text.
         longest: the longest draft of interest; the drafter's block if None.
         max_rows: the widest batch of interest.
         budget_seconds: no further point is begun after this much time.

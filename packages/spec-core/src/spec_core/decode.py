@@ -32,9 +32,15 @@ def decode(
     target alone would have written (greedy or seeded), or are distributed as its own (unseeded).
 
     Args:
+        target: the model whose output is wanted.
         drafter: None decodes plainly.
+        prompt: token ids, at least one.
+        sampling: greedy if None.
+        max_tokens: the budget of emitted tokens, at least 1.
+        end_tokens: ids that end the answer; the end token itself is emitted.
         max_draft: cap on guesses a round; 0 decodes plainly with the drafter attached.
         policy: how far to draft; the drafter's whole block if None.
+        prefill_chunk: prompt tokens of one forward.
 
     Raises:
         InvalidValueError: a parameter or the prompt is out of range.

@@ -187,6 +187,7 @@ def shape(
 
     Args:
         logits: [B, T, V].
+        columns: the rows' parameters.
         history: tables of [B, T, V] or [B, 1, V], or None where no row has a penalty.
         mask: [B, T, V] allowed tokens, or None.
     """

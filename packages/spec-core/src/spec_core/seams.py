@@ -204,8 +204,10 @@ class Target(Protocol):
         Args:
             tokens: [B, T]. Columns at or beyond `valid[b]` repeat a real token; what comes out
                 for them is undefined but finite.
+            state: of this target, with nothing provisional.
             taps: layers whose output is wanted; layer i counts from 0, -1 is the embedding
                 output as fed to layer 0.
+            logits: which positions reach the head.
             valid: how many columns of each row are real (all, if None).
 
         Raises:
@@ -232,10 +234,11 @@ class Chooser(Protocol):
         prefix: mx.array,
         token_ids: mx.array | None = None,
     ) -> DraftChoice:
-        """Choose one token a row for draft slot `slot` (0 = the first after the anchor).
+        """Choose one token a row for one draft slot.
 
         Args:
             logits: [B, V], or [B, Vd] with `token_ids`.
+            slot: 0 = the first after the anchor.
             prefix: [B, slot] the tokens drafted before this slot.
             token_ids: [Vd] int32 target id of each draft id (reduced vocabularies).
         """
