@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from spec_core.seams import DraftChoice, TargetInfo
 from spec_drafters.block import BlockDrafter
+from spec_drafters.eagle import EagleDrafter
 from spec_drafters.load import load_drafter
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -113,9 +115,7 @@ class Golden:
 
     def target(self, **changes: Any) -> StubTarget:
         """A target that the drafter fits, except for these fields of its info."""
-        hidden = self.outputs["block_hidden_0"].shape[-1]
-        logits = self.outputs.get("base_logits_0", self.outputs.get("draft_logits_0"))
-        assert logits is not None
+        hidden, vocabulary = self._sizes()
         lender = None
         scale = 1.0
         if "target_embed_weight" in self.inputs:
@@ -124,7 +124,7 @@ class Golden:
             scale = hidden**0.5 if "gemma" in self.path.name else 1.0
         info = {
             "family": "golden",
-            "vocab_size": logits.shape[-1],
+            "vocab_size": vocabulary,
             "hidden_size": hidden,
             "num_layers": 12,
             "context_window": 4096,
@@ -132,8 +132,22 @@ class Golden:
         }
         return StubTarget(TargetInfo(**{**info, **changes}), lender)
 
+    def _sizes(self) -> tuple[int, int]:
+        if (self.path / "config.json").exists():
+            config = json.loads((self.path / "config.json").read_text())
+            return config["hidden_size"], config["vocab_size"]
+        hidden, logits = self.outputs["block_hidden_0"], self.outputs["base_logits_0"]
+        return hidden.shape[-1], logits.shape[-1]
+
     def drafter(self, **options: Any) -> BlockDrafter:
-        return load_drafter(self.path, self.target(), **options)  # type: ignore[arg-type]
+        drafter = load_drafter(self.path, self.target(), **options)  # type: ignore[arg-type]
+        assert isinstance(drafter, BlockDrafter)
+        return drafter
+
+    def eagle(self, **options: Any) -> EagleDrafter:
+        drafter = load_drafter(self.path, self.target(), **options)  # type: ignore[arg-type]
+        assert isinstance(drafter, EagleDrafter)
+        return drafter
 
     def taps(self, index: int, count: int) -> list[mx.array]:
         """Round `index`'s new context rows, one array for each of `count` taps."""

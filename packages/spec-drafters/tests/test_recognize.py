@@ -304,7 +304,10 @@ REFUSED = {
     "peagle": ({"speculators_config": {"algorithm": "peagle"}}, "speculators: .*'peagle'"),
     "dflash2": ({"architectures": ["DFlash2DraftModel"]}, "^DFlash 2: "),
     "selector": ({"dflash_config": {"selector_rank": 256}}, "^DFlash 2: "),
-    "eagle3": ({"architectures": ["Qwen3Eagle3Model"], "ttt_length": 7}, "^EAGLE3: "),
+    "eagle3": (
+        {"architectures": ["LlamaForCausalLMEagle3"]},
+        "^EAGLE3 in another layout: .* names LlamaForCausalLMEagle3",
+    ),
     "qwen35": ({"architectures": ["Qwen35DSparkModel"]}, "layers of Qwen35DSparkModel"),
     "k3": ({"architectures": ["K3DSparkModel"]}, "layers of K3DSparkModel"),
     "target": (
@@ -314,7 +317,6 @@ REFUSED = {
     "quantised": ({"quantization_config": {"quant_method": "modelopt"}}, "quantised weights"),
     "mla": ({"q_lora_rank": 512}, "multi-head latent attention"),
     "fusion": ({"dflash_config": {"layer_fusion": "x"}}, "layer_fusion"),
-    "bias": ({"attention_bias": True}, "attention biases"),
     "activation": ({"hidden_act": "relu"}, "the activation relu"),
     "tied": ({"tie_word_embeddings": True}, "tied to its own embedding"),
 }
@@ -333,7 +335,7 @@ def test_packagings_refused_by_name(tmp_path: Path, case: str, load: Load) -> No
     ("tensor", "message"),
     [
         (("candidate_selector.predecessor_codebook", 300, 8), "^DFlash 2: "),
-        (("layers.0.self_attn.q_proj.weight", 128, 128), "^EAGLE3: "),
+        (("layers.0.self_attn.q_proj.weight", 128, 128), "^EAGLE3 in another layout: "),
         (("layers.0.self_attn.q_proj.weight", 256, 64), r"gated attention \(Qwen3\.5 layers\)"),
         (("layers.0.self_attn.attention_sink_bias", 4), "attention sinks"),
         (("mask_embedding", 64), "mask_embedding"),

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from spec_core.kv import KVRows
-from spec_drafters.linear import Weights, linear
-from spec_drafters.spec import DrafterSpec, LayerAttention, Rope
+from spec_drafters.linear import Weights
+from spec_drafters.spec import BlockSpec, DrafterSpec, LayerAttention, Rope
 
 Offset = int | mx.array
 """The absolute position of the first column: one int, or [B] int32."""
@@ -103,12 +103,13 @@ class KeyValueProjector:
     """
 
     def __init__(self, spec: DrafterSpec, weights: Weights) -> None:
-        names = ("k_proj.weight",) if spec.keys_as_values else ("k_proj.weight", "v_proj.weight")
-        layers = [weights.under(f"layers.{i}.self_attn.") for i in range(spec.num_layers)]
-        stack = mx.stack([mx.concatenate([at.raw(name) for name in names]) for at in layers])
-        self._all = linear(stack, weights.precision)
+        names = ("k_proj",) if spec.keys_as_values else ("k_proj", "v_proj")
+        layers = [f"layers.{i}.self_attn." for i in range(spec.num_layers)]
+        self._all = weights.stack(layers, names, biased=spec.attention_biases)
         self._each = [self._all[i] for i in range(spec.num_layers)]
-        self._norms = mx.stack([at.vector("k_norm.weight") for at in layers])
+        self._norms: mx.array | None = None
+        if spec.query_key_norms:
+            self._norms = mx.stack([weights.vector(f"{at}k_norm.weight") for at in layers])
         self._heads, self._dim, self._eps = spec.num_kv_heads, spec.head_dim, spec.norm_eps
         self._shared = spec.keys_as_values
         self._norm_values = spec.backbone == "gemma4"
@@ -119,7 +120,9 @@ class KeyValueProjector:
         rows, columns, width = x.shape
         layers = len(self._each)
         raw = self._all(x.reshape(1, rows * columns, width))
-        norms = mx.repeat(self._norms, rows, axis=0)[:, None, None]
+        norms = self._norms
+        if norms is not None:
+            norms = mx.repeat(norms, rows, axis=0)[:, None, None]
         offset = mx.tile(offset, layers) if isinstance(offset, mx.array) else offset
         keys, values = self._shape(raw.reshape(layers * rows, columns, -1), norms, offset)
         each = (layers, rows, *keys.shape[1:])
@@ -127,31 +130,53 @@ class KeyValueProjector:
 
     def block(self, layer: int, x: mx.array, offset: Offset) -> KeysValues:
         """[B, T, H] normed slots to one layer's keys and values [B, heads, T, D]."""
-        return self._shape(self._each[layer](x), self._norms[layer], offset)
+        norm = None if self._norms is None else self._norms[layer]
+        return self._shape(self._each[layer](x), norm, offset)
 
-    def _shape(self, raw: mx.array, norm: mx.array, offset: Offset) -> KeysValues:
+    def _shape(self, raw: mx.array, norm: mx.array | None, offset: Offset) -> KeysValues:
         rows, columns, _ = raw.shape
         raw = raw.reshape(rows, columns, -1, self._heads, self._dim)
         keys, values = raw[:, :, 0], raw[:, :, 0 if self._shared else 1]
-        keys = (mx.fast.rms_norm(keys, None, self._eps) * norm).swapaxes(1, 2)
+        if norm is not None:
+            keys = mx.fast.rms_norm(keys, None, self._eps) * norm
         if self._norm_values:
             values = mx.fast.rms_norm(values, None, self._eps)
-        return self.rotary(keys, offset), values.swapaxes(1, 2)
+        return self.rotary(keys.swapaxes(1, 2), offset), values.swapaxes(1, 2)
+
+
+class Queries:
+    """One layer's queries: projected, normed per head and rotated."""
+
+    def __init__(self, spec: DrafterSpec, weights: Weights, rotary: Rotary) -> None:
+        self._heads, self._dim, self._eps = spec.num_heads, spec.head_dim, spec.norm_eps
+        self._project = weights.linear("q_proj", biased=spec.attention_biases)
+        self._norm = weights.vector("q_norm.weight") if spec.query_key_norms else None
+        self._rotary = rotary
+
+    def __call__(self, x: mx.array, offset: Offset) -> mx.array:
+        """[B, T, width] to [B, heads, T, D]."""
+        query = self._project(x).reshape(*x.shape[:2], self._heads, self._dim)
+        if self._norm is not None:
+            query = mx.fast.rms_norm(query, self._norm, self._eps)
+        return self._rotary(query.swapaxes(1, 2), offset)
+
+
+def attention_scale(spec: DrafterSpec) -> float:
+    """What scores are multiplied with."""
+    return float(spec.head_dim**-0.5) if spec.backbone == "qwen3" else 1.0
 
 
 class Attention:
     """One layer's attention of block slots to context rows and to each other."""
 
     def __init__(
-        self, spec: DrafterSpec, layer: int, weights: Weights, projector: KeyValueProjector
+        self, spec: BlockSpec, layer: int, weights: Weights, projector: KeyValueProjector
     ) -> None:
         self._layer = layer
-        self._heads, self._dim, self._eps = spec.num_heads, spec.head_dim, spec.norm_eps
         self._kind = spec.attention[layer]
-        self._scale = spec.head_dim**-0.5 if spec.backbone == "qwen3" else 1.0
-        self._query = weights.linear("q_proj.weight")
-        self._output = weights.linear("o_proj.weight")
-        self._query_norm = weights.vector("q_norm.weight")
+        self._scale = attention_scale(spec)
+        self._queries = Queries(spec, weights, projector.rotary)
+        self._output = weights.linear("o_proj", biased=spec.attention_biases)
         self._projector = projector
 
     def __call__(self, x: mx.array, run: Pass, queries: slice) -> mx.array:
@@ -168,18 +193,13 @@ class Attention:
         )
         return self._output(out.swapaxes(1, 2).flatten(2))
 
-    def _queries(self, x: mx.array, offset: Offset) -> mx.array:
-        query = self._query(x).reshape(*x.shape[:2], self._heads, self._dim)
-        query = mx.fast.rms_norm(query, self._query_norm, self._eps).swapaxes(1, 2)
-        return self._projector.rotary(query, offset)
-
 
 class Mlp:
     """down(act(gate) * up), the first two as one matrix."""
 
     def __init__(self, spec: DrafterSpec, weights: Weights) -> None:
-        self._in = weights.linear("gate_proj.weight", "up_proj.weight")
-        self._out = weights.linear("down_proj.weight")
+        self._in = weights.linear("gate_proj", "up_proj")
+        self._out = weights.linear("down_proj")
         self._gated = _swiglu if spec.backbone == "qwen3" else _geglu
         # One kernel instead of several; on a CPU it would cost a run of the C++ compiler.
         if mx.default_device().type != mx.DeviceType.cpu:
@@ -204,7 +224,7 @@ class Qwen3Layer:
     """Norm, attention, norm, MLP, each added to the residual."""
 
     def __init__(
-        self, spec: DrafterSpec, layer: int, weights: Weights, projector: KeyValueProjector
+        self, spec: BlockSpec, layer: int, weights: Weights, projector: KeyValueProjector
     ) -> None:
         self._eps = spec.norm_eps
         self._attention = Attention(spec, layer, weights.under("self_attn."), projector)
@@ -223,7 +243,7 @@ class Gemma4Layer:
     """As Qwen3's, with each sublayer's output normed too, and the sum scaled."""
 
     def __init__(
-        self, spec: DrafterSpec, layer: int, weights: Weights, projector: KeyValueProjector
+        self, spec: BlockSpec, layer: int, weights: Weights, projector: KeyValueProjector
     ) -> None:
         self._eps = spec.norm_eps
         self._attention = Attention(spec, layer, weights.under("self_attn."), projector)
@@ -248,11 +268,11 @@ class Gemma4Layer:
 class BlockBackbone:
     """Context projection and block forward of one drafter."""
 
-    def __init__(self, spec: DrafterSpec, weights: Weights) -> None:
+    def __init__(self, spec: BlockSpec, weights: Weights) -> None:
         kind = Qwen3Layer if spec.backbone == "qwen3" else Gemma4Layer
         self._eps = spec.norm_eps
         self._dtype = weights.precision.dtype
-        self._fuse = weights.linear("fc.weight")
+        self._fuse = weights.linear("fc")
         self._context_norm = weights.vector("hidden_norm.weight")
         self._final_norm = weights.vector("norm.weight")
         self._projector = KeyValueProjector(spec, weights)

@@ -10,9 +10,16 @@ from spec_core.errors import SeamError
 from spec_core.seams import Chooser, DrafterState, EmbeddingLender, Proposal
 from spec_drafters.backbone import BlockBackbone
 from spec_drafters.block_state import BlockState
-from spec_drafters.heads import BlockEmbedding, ConfidenceHead, Head, MarkovHead, markov_head
+from spec_drafters.heads import (
+    BlockEmbedding,
+    ConfidenceHead,
+    Head,
+    MarkovHead,
+    markov_head,
+    token_ids,
+)
 from spec_drafters.linear import Weights
-from spec_drafters.spec import DrafterSpec
+from spec_drafters.spec import BlockSpec
 
 
 class BlockDrafter:
@@ -25,7 +32,7 @@ class BlockDrafter:
     """
 
     def __init__(
-        self, spec: DrafterSpec, weights: Weights, lender: EmbeddingLender | None = None
+        self, spec: BlockSpec, weights: Weights, lender: EmbeddingLender | None = None
     ) -> None:
         self.spec = spec
         self.backbone = BlockBackbone(spec, weights)
@@ -35,7 +42,7 @@ class BlockDrafter:
         self.confidence: ConfidenceHead | None = None
         if spec.confidence is not None:
             self.confidence = ConfidenceHead(spec.confidence, weights)
-        self._token_ids = _token_ids(spec, weights)
+        self._token_ids = token_ids(spec, weights)
         assert not weights.left(), f"no part of the model took {weights.left()}"
 
     @property
@@ -147,13 +154,3 @@ def _held(state: DrafterState) -> BlockState:
     if not isinstance(state, BlockState):
         raise SeamError(f"a block drafter needs its own state, not a {type(state).__name__}")
     return state
-
-
-def _token_ids(spec: DrafterSpec, weights: Weights) -> mx.array | None:
-    """[Vd] target id of each draft id: id + d2t[id]. None for the target's own vocabulary."""
-    if spec.draft_vocab_size is None:
-        return None
-    offsets = weights.vector("d2t", mx.int32)
-    ids = mx.arange(spec.draft_vocab_size, dtype=mx.int32) + offsets
-    mx.eval(ids)
-    return ids

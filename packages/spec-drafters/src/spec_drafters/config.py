@@ -79,6 +79,14 @@ class Config:
             raise self._wrong(key, "a positive number")
         return float(value)
 
+    def integer_or_none(self, key: str) -> int | None:
+        """A positive integer, or None if the key is missing."""
+        return self.integer(key) if key in self else None
+
+    def number_or_none(self, key: str) -> float | None:
+        """A positive number, or None if the key is missing."""
+        return self.number(key) if key in self else None
+
     def real(self, key: str) -> float:
         value = self._values.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from spec_drafters.errors import CheckpointError
 from spec_drafters.recognize import open_checkpoint, recognize
-from spec_drafters.spec import DrafterSpec, expected_tensors
+from spec_drafters.spec import DrafterSpec
 
 
 def convert(source: str | Path, dest: str | Path) -> DrafterSpec:
@@ -32,7 +32,7 @@ def convert(source: str | Path, dest: str | Path) -> DrafterSpec:
     if dest.exists():
         raise CheckpointError(f"{dest} is there already; remove it or name another destination")
     checkpoint = open_checkpoint(source)
-    arrays = checkpoint.read(expected_tensors(recognize(checkpoint)))
+    arrays = checkpoint.read(recognize(checkpoint).tensors())
     for name, array in arrays.items():
         header = checkpoint.tensors[name].dtype
         if array.dtype == mx.float32 and header.startswith("Q"):

@@ -11,8 +11,10 @@ from spec_drafters.checkpoint import Checkpoint
 from spec_drafters.config import Config
 from spec_drafters.errors import CheckpointError, PackagingError
 from spec_drafters.spec import (
+    Alike,
+    BlockSpec,
+    Common,
     Confidence,
-    DrafterSpec,
     LayerAttention,
     LogSnr,
     Markov,
@@ -26,7 +28,7 @@ ARCHITECTURES = ("Qwen3DSparkModel", "Gemma4DSparkModel")
 _MARKOV_KINDS: tuple[MarkovKind, ...] = ("vanilla", "gated", "rnn")
 
 
-def read_deepspec(checkpoint: Checkpoint) -> DrafterSpec:
+def read_deepspec(checkpoint: Checkpoint) -> BlockSpec:
     """The spec of a DeepSpec checkpoint. Its "DFlash" has DSpark's slots and no Markov head.
 
     Raises:
@@ -34,32 +36,59 @@ def read_deepspec(checkpoint: Checkpoint) -> DrafterSpec:
         PackagingError: a field asks for something that DeepSpec's classes do not have either.
     """
     config = checkpoint.config
-    if "Gemma4DSparkModel" in config.texts("architectures"):
-        return _gemma4(checkpoint)
+    block = config.integer("block_size", least=2)
+    markov = read_markov(config)
+    return BlockSpec(
+        **read_common(checkpoint, NAME),
+        packaging=NAME,
+        mode="dspark" if markov else "dflash",
+        attention=(LayerAttention(),) * config.integer("num_hidden_layers"),
+        block_size=block,
+        mask_token=config.integer("mask_token_id", least=0),
+        first_slot=0,
+        markov=markov,
+        confidence=read_confidence(config, markov, block),
+        log_snr=read_log_snr(config),
+    )
+
+
+def read_common(checkpoint: Checkpoint, packaging: str) -> Common:
+    """What all of DeepSpec's classes read alike; Gemma 4's are told by the architecture's name.
+
+    Raises: as `read_deepspec`.
+    """
+    config = checkpoint.config
+    tied = config.flag("tie_word_embeddings", False)
+    require(not tied, packaging, "a head tied to its own embedding")
+    if any(name.startswith("Gemma4") for name in config.texts("architectures")):
+        return _gemma4(checkpoint, packaging)
     activation = config.text("hidden_act", "silu")
-    require(activation == "silu", NAME, f"the activation {activation}")
-    heads = config.integer("num_attention_heads")
-    return _spec(
-        checkpoint,
+    require(activation == "silu", packaging, f"the activation {activation}")
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    return Common(
+        **_alike(checkpoint),
         backbone="qwen3",
         num_kv_heads=config.integer("num_key_value_heads"),
-        head_dim=config.integer("head_dim", config.integer("hidden_size") // heads),
+        head_dim=config.integer("head_dim", hidden // heads),
         rope=Rope(rope_theta(config)),
+        keys_as_values=False,
+        embed_scale=1.0,
+        softcap=None,
     )
 
 
-def _gemma4(checkpoint: Checkpoint) -> DrafterSpec:
+def _gemma4(checkpoint: Checkpoint, packaging: str) -> Common:
     config = checkpoint.config
-    require(not config.flag("enable_moe_block", False), NAME, "mixture-of-experts layers")
-    require(
-        config.integer("hidden_size_per_layer_input", 0, least=0) == 0, NAME, "per-layer inputs"
-    )
+    experts = config.flag("enable_moe_block", False)
+    per_layer = config.integer("hidden_size_per_layer_input", 0, least=0)
     activation = config.text("hidden_activation", "gelu_pytorch_tanh")
-    require(activation == "gelu_pytorch_tanh", NAME, f"the activation {activation}")
+    require(not experts, packaging, "mixture-of-experts layers")
+    require(per_layer == 0, packaging, "per-layer inputs")
+    require(activation == "gelu_pytorch_tanh", packaging, f"the activation {activation}")
     shared = config.flag("attention_k_eq_v", False)
     rope = config.section("rope_parameters").section("full_attention")
-    return _spec(
-        checkpoint,
+    return Common(
+        **_alike(checkpoint),
         backbone="gemma4",
         num_kv_heads=config.integer(
             "num_global_key_value_heads" if shared else "num_key_value_heads"
@@ -68,56 +97,23 @@ def _gemma4(checkpoint: Checkpoint) -> DrafterSpec:
         rope=Rope(rope.number("rope_theta"), partial=rope.number("partial_rotary_factor", 1.0)),
         keys_as_values=shared,
         embed_scale=config.integer("hidden_size") ** 0.5,
-        softcap=config.number("final_logit_softcapping")
-        if "final_logit_softcapping" in config
-        else None,
+        softcap=config.number_or_none("final_logit_softcapping"),
     )
 
 
-def _spec(
-    checkpoint: Checkpoint,
-    *,
-    backbone: str,
-    num_kv_heads: int,
-    head_dim: int,
-    rope: Rope,
-    keys_as_values: bool = False,
-    embed_scale: float = 1.0,
-    softcap: float | None = None,
-) -> DrafterSpec:
+def _alike(checkpoint: Checkpoint) -> Alike:
     config = checkpoint.config
-    require(not config.flag("attention_bias", False), NAME, "attention biases")
-    require(not config.flag("tie_word_embeddings", False), NAME, "a head tied to its own embedding")
-    block = config.integer("block_size", least=2)
-    markov = read_markov(config)
-    return DrafterSpec(
-        packaging=NAME,
-        mode="dspark" if markov else "dflash",
-        backbone="gemma4" if backbone == "gemma4" else "qwen3",
+    return Alike(
         hidden_size=config.integer("hidden_size"),
         intermediate_size=config.integer("intermediate_size"),
         num_heads=config.integer("num_attention_heads"),
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         vocab_size=config.integer("vocab_size"),
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=rope,
-        attention=(LayerAttention(),) * config.integer("num_hidden_layers"),
         taps=config.integers("target_layer_ids"),
-        num_target_layers=config.integer("num_target_layers")
-        if "num_target_layers" in config
-        else None,
-        block_size=block,
-        mask_token=config.integer("mask_token_id", least=0),
-        first_slot=0,
+        num_target_layers=config.integer_or_none("num_target_layers"),
         own_embedding="embed_tokens.weight" in checkpoint.tensors,
         own_head="lm_head.weight" in checkpoint.tensors,
-        keys_as_values=keys_as_values,
-        embed_scale=embed_scale,
-        softcap=softcap,
-        markov=markov,
-        confidence=read_confidence(config, markov, block),
-        log_snr=read_log_snr(config),
+        attention_biases=config.flag("attention_bias", False),
     )
 
 

@@ -19,7 +19,7 @@ from spec_drafters.deepspec import (
     rope_theta,
 )
 from spec_drafters.errors import CheckpointError, PackagingError
-from spec_drafters.spec import DrafterSpec, LayerAttention, Rope
+from spec_drafters.spec import BlockSpec, LayerAttention, Rope
 
 ARCHITECTURE = "DFlashDraftModel"
 ZLAB = "z-lab DFlash"
@@ -29,7 +29,7 @@ SPECFORGE = "SpecForge DSpark"
 FirstSlot = Literal[0, 1]
 
 
-def read_zlab(checkpoint: Checkpoint) -> DrafterSpec:
+def read_zlab(checkpoint: Checkpoint) -> BlockSpec:
     """z-lab's DFlash: slot j predicts position start + j, slot 0 nothing.
 
     Raises:
@@ -39,7 +39,7 @@ def read_zlab(checkpoint: Checkpoint) -> DrafterSpec:
     return _spec(checkpoint, ZLAB, 1)
 
 
-def read_hybrid(checkpoint: Checkpoint) -> DrafterSpec:
+def read_hybrid(checkpoint: Checkpoint) -> BlockSpec:
     """DFlash's layers under a Markov head. The file has to tell which slot predicts first, except
     that a block of 7 or a confidence head marks a DSpark drafter under DFlash's name.
 
@@ -58,7 +58,7 @@ def read_hybrid(checkpoint: Checkpoint) -> DrafterSpec:
     return _spec(checkpoint, HYBRID, first)
 
 
-def read_specforge(checkpoint: Checkpoint) -> DrafterSpec:
+def read_specforge(checkpoint: Checkpoint) -> BlockSpec:
     """SpecForge's DSpark: the anchor's slot predicts too, unless the file says otherwise.
 
     Raises: as `read_zlab`.
@@ -82,7 +82,7 @@ def _stated_slot(own: Config) -> FirstSlot | None:
     return None
 
 
-def _spec(checkpoint: Checkpoint, packaging: str, first_slot: FirstSlot) -> DrafterSpec:
+def _spec(checkpoint: Checkpoint, packaging: str, first_slot: FirstSlot) -> BlockSpec:
     config, own = checkpoint.config, _own(checkpoint)
     _refuse(config, own, packaging)
     heads, layers = config.integer("num_attention_heads"), config.integer("num_hidden_layers")
@@ -96,7 +96,7 @@ def _spec(checkpoint: Checkpoint, packaging: str, first_slot: FirstSlot) -> Draf
     softcap = (
         config.number("final_logit_softcapping") if "final_logit_softcapping" in config else None
     )
-    return DrafterSpec(
+    return BlockSpec(
         packaging=packaging,
         mode="dspark" if markov else "dflash",
         backbone="qwen3",

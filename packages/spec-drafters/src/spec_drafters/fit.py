@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import TypeVar
 
 from spec_core.seams import TargetInfo
 from spec_drafters.errors import MisfitError
-from spec_drafters.spec import DrafterSpec
+from spec_drafters.spec import BlockSpec, DrafterSpec, EagleSpec
+
+Spec = TypeVar("Spec", bound=DrafterSpec)
 
 
-def fit(spec: DrafterSpec, info: TargetInfo, *, lends: bool) -> DrafterSpec:
-    """The spec with the target's own embedding scale and softcap filled in.
+def fit(spec: Spec, info: TargetInfo, *, lends: bool) -> Spec:
+    """The spec with what the target decides filled in: embedding scale, softcap, default taps.
 
     Args:
         spec: what the drafter is.
@@ -31,8 +34,10 @@ def fit(spec: DrafterSpec, info: TargetInfo, *, lends: bool) -> DrafterSpec:
     _equal(name, "vocabulary", spec.vocab_size, info.vocab_size)
     if spec.num_target_layers is not None:
         _equal(name, "target layer count", spec.num_target_layers, info.num_layers)
+    if isinstance(spec, EagleSpec) and not spec.taps:
+        spec = replace(spec, taps=default_taps(info.num_layers))
     _check_taps(name, spec.taps, info.num_layers)
-    if not spec.mask_token < spec.vocab_size:
+    if isinstance(spec, BlockSpec) and not spec.mask_token < spec.vocab_size:
         raise MisfitError(
             f"the {name}'s mask token {spec.mask_token} lies outside its vocabulary of "
             f"{spec.vocab_size}"
@@ -47,6 +52,11 @@ def fit(spec: DrafterSpec, info: TargetInfo, *, lends: bool) -> DrafterSpec:
         embed_scale=info.embed_scale if spec.embed_scale == "target" else spec.embed_scale,
         softcap=info.logit_softcap if spec.softcap == "target" else spec.softcap,
     )
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """What vLLM gives an EAGLE3 drafter that names no layers: inputs of 2, n // 2 and n - 3."""
+    return (1, layers // 2 - 1, layers - 4)
 
 
 def _equal(name: str, what: str, drafter: int, target: int) -> None:

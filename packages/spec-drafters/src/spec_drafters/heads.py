@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from spec_core.seams import EmbeddingLender
 from spec_drafters.linear import Weights
-from spec_drafters.spec import LOG_SNR_FEATURES, Confidence, DrafterSpec
+from spec_drafters.spec import LOG_SNR_FEATURES, BlockSpec, Confidence, DrafterSpec
 
 
 class Head:
@@ -22,7 +22,7 @@ class Head:
     def __init__(self, spec: DrafterSpec, weights: Weights, lender: EmbeddingLender | None) -> None:
         self._unembed: Callable[[mx.array], mx.array]
         if spec.own_head:
-            self._unembed = weights.linear("lm_head.weight")
+            self._unembed = weights.linear("lm_head")
         else:
             assert lender is not None
             self._unembed = _in_lenders_type(lender)
@@ -44,8 +44,8 @@ def _in_lenders_type(lender: EmbeddingLender) -> Callable[[mx.array], mx.array]:
     return lambda hidden: lender.unembed(hidden.astype(dtype))
 
 
-class BlockEmbedding:
-    """[anchor, mask, mask, ...] to input embeddings; only the anchor differs between rounds."""
+class TokenEmbedding:
+    """Rows of the drafter's own embedding, or of the target's, scaled as the drafter wants them."""
 
     def __init__(self, spec: DrafterSpec, weights: Weights, lender: EmbeddingLender | None) -> None:
         self._lookup: Callable[[mx.array], mx.array]
@@ -54,10 +54,22 @@ class BlockEmbedding:
         else:
             assert lender is not None
             self._lookup = lender.embed
-        dtype = weights.precision.dtype
+        self._dtype = weights.precision.dtype
         assert spec.embed_scale != "target"
-        self._dtype = dtype
-        self._scale = None if spec.embed_scale == 1 else mx.array(spec.embed_scale, dtype=dtype)
+        scaled = spec.embed_scale != 1
+        self._scale = mx.array(spec.embed_scale, dtype=self._dtype) if scaled else None
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """[...] ids to [..., H]."""
+        rows = self._lookup(ids).astype(self._dtype)
+        return rows if self._scale is None else rows * self._scale
+
+
+class BlockEmbedding:
+    """[anchor, mask, mask, ...] to input embeddings; only the anchor differs between rounds."""
+
+    def __init__(self, spec: BlockSpec, weights: Weights, lender: EmbeddingLender | None) -> None:
+        self._embed = TokenEmbedding(spec, weights, lender)
         addend = None if spec.log_snr is None else _log_snr_addend(spec, weights)
         self._anchor_addend = None if addend is None else addend[:1]
         masks = mx.full((spec.block_size - 1,), spec.mask_token, dtype=mx.int32)
@@ -73,12 +85,8 @@ class BlockEmbedding:
         masks = mx.broadcast_to(self._masks, (rows, *self._masks.shape))
         return mx.concatenate([first, masks], axis=1)
 
-    def _embed(self, ids: mx.array) -> mx.array:
-        rows = self._lookup(ids).astype(self._dtype)
-        return rows if self._scale is None else rows * self._scale
 
-
-def _log_snr_addend(spec: DrafterSpec, weights: Weights) -> mx.array:
+def _log_snr_addend(spec: BlockSpec, weights: Weights) -> mx.array:
     """[block, H] addend of each slot: fc2(silu(fc1(features))) of t = 1000 for the anchor's slot
     and 0 for masks, features [sin(t f_i), cos(t f_i)], f_i = 10000^(-i/64). (PrismML's
     llama.cpp, src/models/dflash.cpp.)"""
@@ -116,7 +124,7 @@ class VanillaMarkov:
 
     def __init__(self, weights: Weights) -> None:
         self.embed = weights.table("markov_w1.weight")
-        self._bias = weights.linear("markov_w2.weight")
+        self._bias = weights.linear("markov_w2")
 
     def prepare(self, hidden: mx.array) -> mx.array:
         return hidden
@@ -132,7 +140,7 @@ class GatedMarkov:
 
     def __init__(self, weights: Weights, hidden_size: int) -> None:
         self.embed = weights.table("markov_w1.weight")
-        self._bias = weights.linear("markov_w2.weight")
+        self._bias = weights.linear("markov_w2")
         gate = weights.vector("gate_proj.weight")
         self._of_hidden, self._of_embedded = gate[:, :hidden_size].T, gate[:, hidden_size:].T
         self._offset = weights.vector("gate_proj.bias")
@@ -153,7 +161,7 @@ class RnnMarkov:
 
     def __init__(self, weights: Weights, rank: int) -> None:
         self.embed = weights.table("markov_w1.weight")
-        self._bias = weights.linear("markov_w2.weight")
+        self._bias = weights.linear("markov_w2")
         joint = weights.vector("joint_proj.weight")
         self._of_state = joint[:, :rank].T
         self._of_embedded = joint[:, rank : 2 * rank].T
@@ -177,7 +185,7 @@ class RnnMarkov:
         return self._bias(mx.tanh(out)), state
 
 
-def markov_head(spec: DrafterSpec, weights: Weights) -> MarkovHead | None:
+def markov_head(spec: BlockSpec, weights: Weights) -> MarkovHead | None:
     """The spec's Markov head, if it has one."""
     if spec.markov is None:
         return None
@@ -212,3 +220,13 @@ class ConfidenceHead:
         if not self._temperatures.size:
             return logits
         return logits / self._temperatures[: logits.shape[1]]
+
+
+def token_ids(spec: DrafterSpec, weights: Weights) -> mx.array | None:
+    """[Vd] target id of each draft id: id + d2t[id]. None for the target's own vocabulary."""
+    if spec.draft_vocab_size is None:
+        return None
+    offsets = weights.vector("d2t", mx.int32)
+    ids = mx.arange(spec.draft_vocab_size, dtype=mx.int32) + offsets
+    mx.eval(ids)
+    return ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,6 +83,21 @@ class _Quantized:
 
 
 @dataclass(frozen=True, slots=True)
+class _Biased:
+    """y = x W^T + b; b is [out], or [L, out] for a stack."""
+
+    linear: Linear
+    bias: mx.array
+
+    def __call__(self, x: mx.array) -> mx.array:
+        bias = self.bias if self.bias.ndim == 1 else self.bias[:, None]
+        return self.linear(x) + bias
+
+    def __getitem__(self, index: int) -> Linear:
+        return _Biased(self.linear[index], self.bias[index])
+
+
+@dataclass(frozen=True, slots=True)
 class _DenseTable:
     weight: mx.array
 
@@ -129,10 +145,26 @@ class Weights:
         mx.eval(array)
         return array
 
-    def linear(self, *names: str) -> Linear:
-        """A matrix [out, in], or several with the same input as one."""
-        arrays = [self.raw(name) for name in names]
-        return linear(arrays[0] if len(arrays) == 1 else mx.concatenate(arrays), self.precision)
+    def linear(self, *names: str, biased: bool = False) -> Linear:
+        """A matrix [out, in], or several with the same input as one, `biased` or not."""
+        return _with_bias(
+            self._joined(names, "weight"),
+            self._joined(names, "bias") if biased else None,
+            self.precision,
+        )
+
+    def _joined(self, names: Sequence[str], kind: str) -> mx.array:
+        arrays = [self.raw(f"{name}.{kind}") for name in names]
+        return arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
+
+    def stack(self, layers: Sequence[str], names: Sequence[str], biased: bool = False) -> Linear:
+        """The same matrices of several layers, [L, out, in]; `layers` are prefixes."""
+        each = [self.under(layer) for layer in layers]
+        return _with_bias(
+            mx.stack([at._joined(names, "weight") for at in each]),
+            mx.stack([at._joined(names, "bias") for at in each]) if biased else None,
+            self.precision,
+        )
 
     def table(self, name: str) -> Table:
         """A lookup table [ids, columns]."""
@@ -146,6 +178,14 @@ class Weights:
     def left(self) -> list[str]:
         """Names that nobody took."""
         return sorted(self._tensors)
+
+
+def _with_bias(weight: mx.array, bias: mx.array | None, precision: Precision) -> Linear:
+    matrix = linear(weight, precision)
+    if bias is None:
+        return matrix
+    mx.eval(bias)
+    return _Biased(matrix, bias)
 
 
 def linear(weight: mx.array, precision: Precision) -> Linear:

@@ -7,14 +7,15 @@ from pathlib import Path
 import mlx.core as mx
 
 from spec_core.errors import InvalidValueError
-from spec_core.seams import Target
+from spec_core.seams import EmbeddingLender, Target
 from spec_drafters.block import BlockDrafter
 from spec_drafters.checkpoint import Checkpoint
+from spec_drafters.eagle import EagleDrafter
 from spec_drafters.errors import CheckpointError
 from spec_drafters.fit import fit
 from spec_drafters.linear import Precision, Weights
 from spec_drafters.recognize import open_checkpoint, recognize
-from spec_drafters.spec import DrafterSpec, expected_tensors
+from spec_drafters.spec import BlockSpec, DrafterSpec, EagleSpec
 
 _DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 _QUANTISED = ("Q8_0", "Q4_0", "Q4_1")
@@ -35,7 +36,7 @@ def load_drafter(
     *,
     bits: int | None = None,
     dtype: str | mx.Dtype | None = None,
-) -> BlockDrafter:
+) -> BlockDrafter | EagleDrafter:
     """Load a drafter for a target. Everything is checked before weights are read.
 
     Args:
@@ -58,8 +59,18 @@ def load_drafter(
     lender = target.lender
     spec = fit(recognize(checkpoint), target.info, lends=lender is not None)
     precision = Precision(wanted or _own_dtype(checkpoint), bits)
-    weights = Weights(checkpoint.read(expected_tensors(spec)), precision)
-    return BlockDrafter(spec, weights, lender)
+    weights = Weights(checkpoint.read(spec.tensors()), precision)
+    return build(spec, weights, lender)
+
+
+def build(
+    spec: DrafterSpec, weights: Weights, lender: EmbeddingLender | None
+) -> BlockDrafter | EagleDrafter:
+    """The drafter of a spec that was fitted to its target."""
+    if isinstance(spec, BlockSpec):
+        return BlockDrafter(spec, weights, lender)
+    assert isinstance(spec, EagleSpec)
+    return EagleDrafter(spec, weights, lender)
 
 
 def _dtype(name: str | mx.Dtype) -> mx.Dtype:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spec_drafters import deepspec, dflash
+from spec_drafters import deepspec, dflash, eagle3
 from spec_drafters.checkpoint import Checkpoint, open_safetensors
 from spec_drafters.errors import CheckpointError, PackagingError
 from spec_drafters.gguf import is_gguf
 from spec_drafters.gguf_drafter import open_gguf
-from spec_drafters.spec import DrafterSpec, Shape, expected_tensors
+from spec_drafters.spec import DrafterSpec, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def check_tensors(spec: DrafterSpec, checkpoint: Checkpoint) -> None:
     Raises:
         CheckpointError: a tensor is missing, unexpected or of the wrong shape.
     """
-    expected = expected_tensors(spec)
+    expected = spec.tensors()
     seen = {name: header.shape for name, header in checkpoint.tensors.items() if _counts(name)}
     where = checkpoint.path.name
     missing, extra = sorted(expected.keys() - seen.keys()), sorted(seen.keys() - expected.keys())
@@ -246,6 +246,11 @@ def _algorithm(checkpoint: Checkpoint) -> str:
     return f"the algorithm {name or config.text('speculators_model_type')!r} is not supported yet"
 
 
+def _other_eagle(checkpoint: Checkpoint) -> str:
+    named = ", ".join(checkpoint.config.texts("architectures")) or "no architecture"
+    return f"of EAGLE3, DeepSpec's and speculators' files are read; this one names {named}"
+
+
 def _because(reason: str) -> Callable[[Checkpoint], str]:
     return lambda checkpoint: reason
 
@@ -270,10 +275,16 @@ PACKAGINGS: tuple[Packaging, ...] = (
         refusal=_because("its candidate selector and convolutions are not supported yet"),
     ),
     Packaging(
-        "EAGLE3",
-        "Eagle3 in architectures, ttt_length, or queries of twice the hidden size",
+        eagle3.NAME,
+        " or ".join(eagle3.ARCHITECTURES),
+        lambda c: _architecture(c, *eagle3.ARCHITECTURES),
+        read=eagle3.read_eagle3,
+    ),
+    Packaging(
+        "EAGLE3 in another layout",
+        "another *Eagle3* in architectures, ttt_length, or queries of twice the hidden size",
         _eagle3,
-        refusal=_because("its autoregressive drafter is not supported yet"),
+        refusal=_other_eagle,
     ),
     Packaging(
         dflash.SPECFORGE,

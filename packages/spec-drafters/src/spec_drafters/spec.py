@@ -8,12 +8,12 @@ weights are [out, in].
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
-Mode = Literal["dspark", "dflash"]
 Backbone = Literal["qwen3", "gemma4"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 OfTarget = Literal["target"]
+TapNorm = Literal["all", "each"]
 
 Shape = tuple[int, ...]
 
@@ -77,27 +77,28 @@ class LogSnr:
     maximum: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSpec:
-    """One block drafter.
+    """What every drafter with weights has in common.
 
     Attributes:
         packaging: the name of the row of the recognition table that read it.
         mode: what statistics call it.
-        taps: target layers, in the order their outputs are concatenated; -1 = embedding.
+        taps: target layers, in the order their outputs are concatenated; -1 = embedding. Empty
+            only where the file names none and the target's depth decides; see `fit`.
         num_target_layers: the target's decoder layers, or None where the file does not say.
-        block_size: slots of a block, the anchor's included.
-        first_slot: 0 if the anchor's slot predicts the token after it (DSpark), 1 if it is
-            silent and slot j predicts the token at start + j (DFlash).
-        keys_as_values: values are the raw keys; there is no v_proj.
         own_embedding, own_head: in the file; otherwise borrowed from the target.
+        keys_as_values: values are the raw keys; there is no v_proj.
+        query_key_norms: queries and keys are normed per head.
+        attention_biases: q_proj, k_proj, v_proj and o_proj have a bias.
         embed_scale: factor on embedding rows, or the target's own.
         softcap: cap of `cap * tanh(x / cap)` on the logits, None, or the target's own.
         draft_vocab_size: columns of the head; below vocab_size there is a tensor `d2t`.
+        confidence: the score of each slot, or None.
     """
 
     packaging: str
-    mode: Mode
+    mode: str
     backbone: Backbone
     hidden_size: int
     intermediate_size: int
@@ -107,21 +108,80 @@ class DrafterSpec:
     vocab_size: int
     norm_eps: float
     rope: Rope
-    attention: tuple[LayerAttention, ...]
     taps: tuple[int, ...]
     num_target_layers: int | None
-    block_size: int
-    mask_token: int
-    first_slot: Literal[0, 1]
     own_embedding: bool
     own_head: bool
     keys_as_values: bool = False
+    query_key_norms: bool = True
+    attention_biases: bool = False
     embed_scale: float | OfTarget = 1.0
     softcap: float | OfTarget | None = None
-    markov: Markov | None = None
-    confidence: Confidence | None = None
-    log_snr: LogSnr | None = None
     draft_vocab_size: int | None = None
+    confidence: Confidence | None = None
+
+    @property
+    def num_layers(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def max_block(self) -> int:
+        """The most tokens it proposes in a round."""
+        raise NotImplementedError
+
+    @property
+    def head_rows(self) -> int:
+        """Columns of the logits."""
+        return self.draft_vocab_size or self.vocab_size
+
+    def tensors(self) -> dict[str, Shape]:
+        """Name and shape of every tensor that a file of this spec holds, and no other."""
+        raise NotImplementedError
+
+
+class Alike(TypedDict):
+    """Fields of DrafterSpec that all readers of a config find in the same place."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    vocab_size: int
+    norm_eps: float
+    taps: tuple[int, ...]
+    num_target_layers: int | None
+    own_embedding: bool
+    own_head: bool
+    attention_biases: bool
+
+
+class Common(Alike):
+    """Fields of DrafterSpec that a family's readers share, on their way into a spec."""
+
+    backbone: Backbone
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    keys_as_values: bool
+    embed_scale: float | OfTarget
+    softcap: float | OfTarget | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec(DrafterSpec):
+    """One block drafter.
+
+    Attributes:
+        block_size: slots of a block, the anchor's included.
+        first_slot: 0 if the anchor's slot predicts the token after it (DSpark), 1 if it is
+            silent and slot j predicts the token at start + j (DFlash).
+    """
+
+    attention: tuple[LayerAttention, ...]
+    block_size: int
+    mask_token: int
+    first_slot: Literal[0, 1]
+    markov: Markov | None = None
+    log_snr: LogSnr | None = None
 
     @property
     def num_layers(self) -> int:
@@ -129,24 +189,65 @@ class DrafterSpec:
 
     @property
     def max_block(self) -> int:
-        """The most tokens it proposes in a round."""
         return self.block_size - self.first_slot
 
-    @property
-    def head_rows(self) -> int:
-        """Columns of the logits."""
-        return self.draft_vocab_size or self.vocab_size
+    def tensors(self) -> dict[str, Shape]:
+        hidden = self.hidden_size
+        tensors = _ends(self) | {"hidden_norm.weight": (hidden,)}
+        for layer in range(self.num_layers):
+            named = _layer(self, hidden)
+            tensors |= {f"layers.{layer}.{name}": shape for name, shape in named.items()}
+        return tensors | _markov(self) | _confidence(self) | _log_snr(self)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleSpec(DrafterSpec):
+    """One autoregressive drafter of a single layer (EAGLE3).
+
+    Attributes:
+        draft_length: the most tokens it proposes in a round.
+        tap_norm: how taps are normed before `fc`: "all" their concatenation as one row, "each"
+            every tap by itself, or None.
+        norm_before_residual: the layer's residual starts from the normed hidden state.
+        norm_output: the next step is fed the final-normed hidden state.
+    """
+
+    draft_length: int
+    tap_norm: TapNorm | None = None
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return 1
+
+    @property
+    def max_block(self) -> int:
+        return self.draft_length
+
+    def tensors(self) -> dict[str, Shape]:
+        hidden, taps = self.hidden_size, len(self.taps) or DEFAULT_TAPS
+        tensors = _ends(self) | {"layers.0.hidden_norm.weight": (hidden,)}
+        named = _layer(self, 2 * hidden)
+        tensors |= {f"layers.0.{name}": shape for name, shape in named.items()}
+        if self.tap_norm == "all":
+            tensors["input_norm.weight"] = (taps * hidden,)
+        if self.tap_norm == "each":
+            tensors |= {f"fc_norm.{tap}.weight": (hidden,) for tap in range(taps)}
+        return tensors
+
+
+DEFAULT_TAPS = 3
+"""Taps of an EAGLE3 drafter whose file names none."""
 
 LOG_SNR_FEATURES = 128
 
 
-def expected_tensors(spec: DrafterSpec) -> dict[str, Shape]:
-    """Name and shape of every tensor that a file of this spec holds, and no other."""
+def _ends(spec: DrafterSpec) -> dict[str, Shape]:
+    """What lies before and behind the layers."""
     hidden, vocab = spec.hidden_size, spec.vocab_size
     tensors: dict[str, Shape] = {
-        "fc.weight": (hidden, len(spec.taps) * hidden),
-        "hidden_norm.weight": (hidden,),
+        "fc.weight": (hidden, (len(spec.taps) or DEFAULT_TAPS) * hidden),
         "norm.weight": (hidden,),
     }
     if spec.own_embedding:
@@ -155,27 +256,29 @@ def expected_tensors(spec: DrafterSpec) -> dict[str, Shape]:
         tensors["lm_head.weight"] = (spec.head_rows, hidden)
     if spec.draft_vocab_size is not None:
         tensors["d2t"] = (spec.draft_vocab_size,)
-    for layer in range(spec.num_layers):
-        tensors |= {f"layers.{layer}.{name}": shape for name, shape in _layer(spec).items()}
-    return tensors | _markov(spec) | _confidence(spec) | _log_snr(spec)
+    return tensors
 
 
-def _layer(spec: DrafterSpec) -> dict[str, Shape]:
+def _layer(spec: DrafterSpec, width: int) -> dict[str, Shape]:
+    """A layer whose queries, keys and values are made from rows of this width."""
     hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
     tensors: dict[str, Shape] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (spec.num_heads * dim, hidden),
-        "self_attn.k_proj.weight": (spec.num_kv_heads * dim, hidden),
-        "self_attn.o_proj.weight": (hidden, spec.num_heads * dim),
-        "self_attn.q_norm.weight": (dim,),
-        "self_attn.k_norm.weight": (dim,),
         "mlp.gate_proj.weight": (inner, hidden),
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
+    outputs = {"q_proj": spec.num_heads * dim, "k_proj": spec.num_kv_heads * dim, "o_proj": hidden}
     if not spec.keys_as_values:
-        tensors["self_attn.v_proj.weight"] = (spec.num_kv_heads * dim, hidden)
+        outputs["v_proj"] = spec.num_kv_heads * dim
+    for name, rows in outputs.items():
+        columns = spec.num_heads * dim if name == "o_proj" else width
+        tensors[f"self_attn.{name}.weight"] = (rows, columns)
+        if spec.attention_biases:
+            tensors[f"self_attn.{name}.bias"] = (rows,)
+    if spec.query_key_norms:
+        tensors |= {f"self_attn.{name}_norm.weight": (dim,) for name in ("q", "k")}
     if spec.backbone == "gemma4":
         tensors["pre_feedforward_layernorm.weight"] = (hidden,)
         tensors["post_feedforward_layernorm.weight"] = (hidden,)
@@ -183,7 +286,7 @@ def _layer(spec: DrafterSpec) -> dict[str, Shape]:
     return tensors
 
 
-def _markov(spec: DrafterSpec) -> dict[str, Shape]:
+def _markov(spec: BlockSpec) -> dict[str, Shape]:
     if spec.markov is None:
         return {}
     rank, hidden = spec.markov.rank, spec.hidden_size
@@ -200,7 +303,7 @@ def _markov(spec: DrafterSpec) -> dict[str, Shape]:
     return tensors
 
 
-def _confidence(spec: DrafterSpec) -> dict[str, Shape]:
+def _confidence(spec: BlockSpec) -> dict[str, Shape]:
     if spec.confidence is None:
         return {}
     rank = spec.markov.rank if spec.markov and spec.confidence.with_markov else 0
@@ -210,7 +313,7 @@ def _confidence(spec: DrafterSpec) -> dict[str, Shape]:
     }
 
 
-def _log_snr(spec: DrafterSpec) -> dict[str, Shape]:
+def _log_snr(spec: BlockSpec) -> dict[str, Shape]:
     if spec.log_snr is None:
         return {}
     hidden = spec.hidden_size
