@@ -11,6 +11,7 @@ import click
 from spec_cli.commands.benchmark import benchmark
 from spec_cli.commands.generate import generate
 from spec_cli.commands.models import models
+from spec_cli.commands.serve import serve
 
 INTERRUPTED = 130
 INTERNAL = 70
@@ -48,7 +49,7 @@ def cli() -> None:
     """
 
 
-for _command in (generate, benchmark, models):
+for _command in (generate, serve, benchmark, models):
     cli.add_command(_command)
 
 

@@ -1,0 +1,361 @@
+"""`spec serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from spec_cli import bundled
+from spec_cli.config_file import config_option, printed, with_environment
+from spec_cli.options import MODES, apply, bits, draft_length, loading_options, model_option
+
+if TYPE_CHECKING:
+    from spec_server import CacheOptions, Engine, Limits
+    from spec_server.http import ServerSettings
+
+_PRIVATE = ("print_config",)
+_SECRET = ("api_key",)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _bytes(
+    context: click.Context, parameter: click.Parameter, value: str | int | None
+) -> int | None:
+    """A number of bytes, with K, M, G or T behind it if need be."""
+    if value is None or isinstance(value, int):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+    if match is None:
+        raise click.BadParameter(f"{value!r} is no size; write for instance 512M or 8G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _draft(context: click.Context, parameter: click.Parameter, value: Any) -> int | None:
+    return draft_length(context, parameter, str(value))
+
+
+drafting_options = apply(
+    click.option(
+        "--drafter", metavar="FOLDER|ID", help="Drafter. [default: the one known for the target]"
+    ),
+    click.option(
+        "--mode",
+        type=click.Choice(MODES),
+        default="auto",
+        show_default=True,
+        help="What drafts. auto takes the drafter that is named or known, lookup where there is "
+        "none; baseline decodes plainly.",
+    ),
+    click.option(
+        "--max-draft",
+        callback=_draft,
+        metavar="N|full",
+        default="full",
+        show_default=True,
+        help="Guesses a round at most; full (or 0) is the drafter's whole block.",
+    ),
+    click.option(
+        "--confidence-threshold",
+        type=float,
+        help="Cut each draft before the first guess whose confidence is below this, in (0, 1].",
+    ),
+    click.option(
+        "--lookup-drafts/--no-lookup-drafts",
+        default=False,
+        show_default=True,
+        help="Copy from the text so far where it repeats itself, instead of asking the drafter.",
+    ),
+)
+
+engine_options = apply(
+    click.option(
+        "--max-batch", type=int, default=8, show_default=True, help="Requests at the same time."
+    ),
+    click.option(
+        "--max-queue",
+        type=int,
+        default=256,
+        show_default=True,
+        help="Requests that may wait; more are answered 429.",
+    ),
+    click.option(
+        "--context-window", type=int, help="Positions of a request at most. [default: the model's]"
+    ),
+    click.option(
+        "--prefill-chunk",
+        type=int,
+        default=512,
+        show_default=True,
+        help="Prompt tokens of one forward at most.",
+    ),
+    click.option(
+        "--step-seconds",
+        type=float,
+        default=0.1,
+        show_default=True,
+        help="How long a prompt may hold up running answers at a time.",
+    ),
+    click.option(
+        "--memory-limit",
+        metavar="SIZE",
+        callback=_bytes,
+        help="What the process may use. [default: 4/5 of memory; 9/10 of a GPU's share]",
+    ),
+    click.option(
+        "--cache-memory",
+        metavar="SIZE",
+        callback=_bytes,
+        default="1G",
+        show_default=True,
+        help="For prefixes that are kept for reuse; 0 switches that off.",
+    ),
+    click.option(
+        "--cache-dir",
+        type=click.Path(file_okay=False),
+        help="Keep prefixes in this folder too, beyond the server's life.",
+    ),
+    click.option(
+        "--cache-disk",
+        metavar="SIZE",
+        callback=_bytes,
+        default="16G",
+        show_default=True,
+        help="The most that --cache-dir may hold.",
+    ),
+)
+
+http_options = apply(
+    click.option(
+        "--host",
+        default="127.0.0.1",
+        show_default=True,
+        help="Address to listen on; 0.0.0.0 lets other machines in (then set --api-key).",
+    ),
+    click.option("--port", type=int, default=8000, show_default=True, help="0 takes a free one."),
+    click.option(
+        "--served-name", multiple=True, help="A further name of the model; may be given again."
+    ),
+    click.option(
+        "--api-key",
+        multiple=True,
+        help="Required of clients; may be given again. Better set it "
+        "as SPEC_API_KEY: other users can see command lines.",
+    ),
+    click.option(
+        "--cors-origin",
+        multiple=True,
+        metavar="ORIGIN",
+        help="Let pages of this origin use the server; may be given again.",
+    ),
+    click.option(
+        "--allowed-host",
+        multiple=True,
+        metavar="NAME",
+        help="A name under which clients reach the server; may be given again. Addresses and "
+        "localhost are always allowed.",
+    ),
+    click.option(
+        "--max-tokens", type=int, help="Budget where a request names none. [default: the context]"
+    ),
+    click.option(
+        "--max-body",
+        metavar="SIZE",
+        callback=_bytes,
+        default="16M",
+        show_default=True,
+        help="The largest request body.",
+    ),
+    click.option(
+        "--body-seconds",
+        type=float,
+        default=30.0,
+        show_default=True,
+        help="How long a request's body may take to arrive.",
+    ),
+    click.option(
+        "--header-seconds",
+        type=float,
+        default=15.0,
+        show_default=True,
+        help="How long a request's head may take to arrive.",
+    ),
+    click.option(
+        "--max-connections", type=int, default=512, show_default=True, help="At the same time."
+    ),
+    click.option(
+        "--max-choices",
+        type=int,
+        default=16,
+        show_default=True,
+        help="Answers of one request at most.",
+    ),
+    click.option(
+        "--keepalive-seconds",
+        type=float,
+        default=10.0,
+        show_default=True,
+        help="How long a stream may be silent before a comment is sent.",
+    ),
+    click.option(
+        "--stall-seconds",
+        type=float,
+        default=120.0,
+        show_default=True,
+        help="Without progress for so long, /readyz says that the server is not ready.",
+    ),
+    click.option(
+        "--grace-seconds",
+        type=float,
+        default=15.0,
+        show_default=True,
+        help="How long a shutdown waits for running answers.",
+    ),
+    click.option(
+        "--log-level",
+        type=click.Choice(("debug", "info", "warning", "error")),
+        default="info",
+        show_default=True,
+        help="info logs one line a request, without its text.",
+    ),
+)
+
+
+@click.command()
+@model_option
+@drafting_options
+@loading_options
+@engine_options
+@http_options
+@config_option(*_PRIVATE)
+@click.option("--print-config", is_flag=True, help="Show the options in force, and leave.")
+@click.pass_context
+def serve(context: click.Context, /, **options: Any) -> None:
+    """Serve a model to OpenAI-compatible clients.
+
+    Options come from the command line, then from environment variables (SPEC_MAX_BATCH for
+    --max-batch; several values are separated by spaces), then from --config.
+    """
+    if options["print_config"]:
+        click.echo(printed(context, _SECRET, _PRIVATE))
+        return
+    _log_to_stderr(options["log_level"])
+    from spec_server.http.serve import Listen
+    from spec_server.http.serve import serve as run
+
+    listen = Listen(
+        host=options["host"],
+        port=options["port"],
+        max_connections=options["max_connections"],
+        header_seconds=options["header_seconds"],
+        grace_seconds=options["grace_seconds"],
+    )
+    settings, limits, cache = _settings(options), _limits(options), _cache(options)
+    _announce(options, settings)
+    run(lambda: _engine(options, limits, cache), settings, listen, ready=_ready)
+
+
+with_environment(serve, *_PRIVATE)
+
+
+def _settings(options: dict[str, Any]) -> ServerSettings:
+    from spec_server.http import ServerSettings
+
+    return ServerSettings(
+        served_names=tuple(options["served_name"]),
+        api_keys=tuple(options["api_key"]),
+        cors_origins=tuple(options["cors_origin"]),
+        allowed_hosts=tuple(name.lower() for name in options["allowed_host"]),
+        max_body_bytes=options["max_body"],
+        body_seconds=options["body_seconds"],
+        keepalive_seconds=options["keepalive_seconds"],
+        stall_seconds=options["stall_seconds"],
+        max_choices=options["max_choices"],
+        default_max_tokens=options["max_tokens"],
+    )
+
+
+def _limits(options: dict[str, Any]) -> Limits:
+    from spec_server import Limits
+
+    return Limits(
+        max_batch=options["max_batch"],
+        max_queue=options["max_queue"],
+        context_window=options["context_window"],
+        prefill_chunk=options["prefill_chunk"],
+        step_seconds=options["step_seconds"],
+        memory_bytes=options["memory_limit"],
+    )
+
+
+def _cache(options: dict[str, Any]) -> CacheOptions | None:
+    from spec_server import CacheOptions
+
+    folder = options["cache_dir"]
+    if not options["cache_memory"]:
+        if folder is not None:
+            raise click.UsageError("--cache-dir needs memory too; leave --cache-memory above 0")
+        return None
+    if folder is None:
+        return CacheOptions(options["cache_memory"])
+    return CacheOptions(options["cache_memory"], options["cache_disk"], Path(folder))
+
+
+def _engine(options: dict[str, Any], limits: Limits, cache: CacheOptions | None) -> Engine:
+    from spec_server import Engine
+
+    return Engine.load(
+        bundled.target(options["model"]),
+        drafter=options["drafter"],
+        mode=options["mode"],
+        max_draft=options["max_draft"],
+        lookup_drafts=options["lookup_drafts"],
+        confidence_threshold=options["confidence_threshold"],
+        dtype=options["dtype"],
+        kv_bits=bits(options["kv_bits"]),
+        drafter_bits=bits(options["drafter_bits"]),
+        trust_remote_code=options["trust_remote_code"],
+        limits=limits,
+        prefix_cache=cache,
+    )
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    if level == "info":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def _announce(options: dict[str, Any], settings: ServerSettings) -> None:
+    """Warn of a server that anyone in the network may use."""
+    local = options["host"] in ("127.0.0.1", "::1", "localhost")
+    if not local and not settings.api_keys:
+        logging.getLogger("spec_server").warning(
+            "anyone who reaches %s can use this server; set SPEC_API_KEY", options["host"]
+        )
+
+
+def _ready(engine: Engine, address: str) -> None:
+    log, labels = logging.getLogger("spec_server"), engine.facts.labels
+    for fallback in labels.fallbacks:
+        log.warning("%s", fallback)
+    log.info(
+        "serving %s at %s/v1 (mode %s, drafter %s, context %d, %s, prefix cache %s, process %d)",
+        engine.facts.model,
+        address,
+        labels.mode,
+        labels.drafter or "none",
+        engine.facts.context_window,
+        engine.facts.dtype,
+        "off" if engine.cache is None else "on",
+        os.getpid(),
+    )
