@@ -251,8 +251,7 @@ def load_target_parts(options: LoadOptions, folder: Path) -> TargetParts:
     loaded = load_target(
         folder, dtype=dtype, kv_bits=options.kv_bits, trust_remote_code=options.trust_remote_code
     )
-    model = loaded.target._runner._bones.anatomy.model
-    return TargetParts(loaded.target, folder, dtype or _activations(loaded.target), model)
+    return TargetParts(loaded.target, folder, dtype or _activations(loaded.target), loaded.model)
 
 
 def default_dtype(config: Mapping[str, Any]) -> DType | None:

@@ -35,11 +35,13 @@ class LoadedTarget:
 
     Attributes:
         target: the proven model.
+        model: mlx-lm's own module, which the target runs, for code that calls mlx-lm.
         config: its config.json, generation_config.json's end tokens included.
         path: the folder it came from.
     """
 
     target: ModelTarget
+    model: Module
     config: Mapping[str, Any]
     path: Path
 
@@ -98,7 +100,7 @@ def load_target(
         target = build_target(model, config, kv_bits=kv_bits)
     except UnsupportedTargetError as error:
         raise UnsupportedTargetError(f"{folder}: {error}") from error
-    return LoadedTarget(target=target, config=config, path=folder)
+    return LoadedTarget(target=target, model=model, config=config, path=folder)
 
 
 def locate(path_or_id: str | Path, revision: str | None = None) -> Path:
