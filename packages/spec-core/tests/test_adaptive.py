@@ -137,6 +137,30 @@ def test_rows_of_a_batch_share_a_length_that_weighs_them_all() -> None:
     assert adaptive.length == 7 or adaptive.parked
 
 
+def test_rows_that_leave_without_an_end_are_forgotten() -> None:
+    adaptive = policy(CHEAP)
+    for key in range(2000):
+        (length,) = adaptive.lengths([RowStatus(key=key, length=10, remaining=100)])
+        adaptive.observe([RowOutcome(key, (1, 1), length, 1)], CHEAP[length])
+    assert len(adaptive._rows) < 600
+
+
+def test_a_rows_cap_counts_in_the_choice() -> None:
+    adaptive = policy(DEAR)
+    rows = [RowStatus(key=0, length=10, remaining=1000, max_draft=1)]
+    for _ in range(200):
+        length = min(adaptive.lengths(rows)[0], 1)
+        adaptive.observe([RowOutcome(0, (1,) * (1 + length), length, length)], DEAR[length])
+    assert adaptive.length <= 1
+
+
+def test_it_says_where_it_stands() -> None:
+    adaptive = policy(DEAR)
+    assert str(adaptive) == f"auto: {adaptive.length}"
+    simulate(adaptive, DEAR, lambda _: 0.0, 100, seed=1)
+    assert str(adaptive) == "auto: parked"
+
+
 @pytest.mark.parametrize(
     "points",
     [

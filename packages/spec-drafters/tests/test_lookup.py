@@ -80,13 +80,13 @@ class TestCopies:
         assert guesses(ask(lookup, state, [1])) == [[2, 3, 1, 2, 3, 1, 2, 3]]
 
     @given(TOKENS, st.integers(0, 2), st.integers(1, 6))
-    def test_never_beyond_count_and_peek_knows_the_length(
+    def test_never_beyond_count_and_copies_knows_the_length(
         self, text: list[int], anchor: int, count: int
     ) -> None:
         lookup = Lookup(min_match=1, max_block=6)
         state = one_row(lookup, text)
         whole = guesses(ask(lookup, state, [anchor]))[0]
-        assert lookup.peek(state, [anchor], count) == (min(count, len(whole)),)
+        assert lookup.copies(state, [anchor]) == (len(whole),)
         assert guesses(ask(lookup, state, [anchor], count))[0] == whole[:count]
 
     def test_a_run_of_copies_doubles_until_the_block(self) -> None:
@@ -227,7 +227,7 @@ class TestStreak:
         state = one_row(lookup, [7] * 8)
         for _ in range(2 * PATIENCE):
             assert ask(lookup, state, [7]).lengths[0] > 0
-            lookup.peek(state, [7], 1)
+            lookup.copies(state, [7])
             lookup.extend(state, mx.array([[7]]), (), [1])  # a plain round after all
         for _ in range(2 * PATIENCE):
             lookup.extend(state, mx.array([[7, 7]]), (), [1])  # another drafter's guesses
@@ -285,8 +285,6 @@ class TestRefusals:
     @pytest.mark.parametrize("count", [0, 33])
     def test_a_count_beyond_the_block(self, count: int) -> None:
         lookup = Lookup()
-        with pytest.raises(SeamError, match=f"count {count}"):
-            lookup.peek(lookup.new_state(1), [1], count)
         with pytest.raises(SeamError, match=f"count {count}"):
             lookup.propose(lookup.new_state(1), mx.array([1]), count, chooser(1))
 

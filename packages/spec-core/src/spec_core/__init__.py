@@ -3,6 +3,7 @@
 from spec_core.adaptive import AdaptiveLength
 from spec_core.batch import Batch, Prefill, RowImage
 from spec_core.calibrate import FreeDrafter, calibrate
+from spec_core.copies import CopyLength, WithCopies
 from spec_core.curves import CostCurves, RoundCost
 from spec_core.decode import decode
 from spec_core.errors import InvalidValueError, SeamError, SpecError, UnsupportedError
@@ -12,6 +13,7 @@ from spec_core.sampling import SamplingParams
 from spec_core.seams import (
     Chooser,
     Constraint,
+    Copier,
     DraftChoice,
     Drafter,
     DrafterState,
@@ -38,6 +40,8 @@ __all__ = [
     "Chooser",
     "ConfidenceThreshold",
     "Constraint",
+    "Copier",
+    "CopyLength",
     "CostCurves",
     "DraftChoice",
     "DraftPolicy",
@@ -68,6 +72,7 @@ __all__ = [
     "TargetState",
     "TokenLogprob",
     "UnsupportedError",
+    "WithCopies",
     "calibrate",
     "decode",
 ]

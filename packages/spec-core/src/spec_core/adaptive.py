@@ -96,6 +96,9 @@ class AdaptiveLength:
         self._patience = min(_FIRST_DWELL, dwell)
         self._since_probe = 0
 
+    def __str__(self) -> str:
+        return "auto: parked" if self.parked else f"auto: {self._length}"
+
     @property
     def length(self) -> int:
         """The current length; 0 while parked."""
@@ -133,6 +136,7 @@ class AdaptiveLength:
                 self._shared.observe(outcome.drafted, outcome.accepted)
         self._since_change += 1
         rows = self._statuses
+        self._forget_absent(rows)
         self._since_probe = 0 if drafted else self._since_probe + 1
         if drafted and self.parked and self._paid(rows, outcomes, drafted):
             self._since_probe = _PROBE_AT_LEAST
@@ -144,6 +148,12 @@ class AdaptiveLength:
                 self._rows.pop(outcome.key, None)
         if drafted and not self._pace.doubtful:
             self._reconsider(rows)
+
+    def _forget_absent(self, rows: Sequence[RowStatus]) -> None:
+        """Let go of rows that left without an end, once there are many."""
+        if len(self._rows) > _MOST_ROWS and len(self._rows) > 2 * len(rows):
+            present = {row.key for row in rows}
+            self._rows = {key: known for key, known in self._rows.items() if key in present}
 
     # ------------------------------------------------------------------ the choice
 
@@ -169,11 +179,13 @@ class AdaptiveLength:
         for row in rows:
             known = self._rows.get(row.key)
             rates = shared if known is None else known.rates(self._longest, shared)
-            for length, tokens in enumerate(expected_tokens(rates)):
-                total[length] += tokens
+            tokens = expected_tokens(rates)
+            cap = self._longest if row.max_draft is None else row.max_draft
+            for length in range(self._longest + 1):
+                total[length] += tokens[min(length, cap)]
         return [
-            tokens / (self._seconds(rows, length) * self._pace.factor(length))
-            for length, tokens in enumerate(total)
+            emitted / (self._seconds(rows, length) * self._pace.factor(length))
+            for length, emitted in enumerate(total)
         ]
 
     def _seconds(self, rows: Sequence[RowStatus], length: int) -> float:
@@ -183,7 +195,7 @@ class AdaptiveLength:
     # ------------------------------------------------------------------ probing while parked
 
     def _probe_due(self, rows: Sequence[RowStatus]) -> bool:
-        if not self.parked or not rows:
+        if not self.parked or not rows or self._since_probe < _PROBE_EVERY:
             return False
         plain, probe = (self._seconds(rows, n) for n in (0, self._probe_length(rows)))
         interval = max(_PROBE_EVERY, (probe - plain) / plain / self._probe_share)
@@ -212,6 +224,8 @@ _FIRST_DWELL = 4
 _PROBE_EVERY = 16
 _PROBE_AT_LEAST = 96
 """Plain rounds between two probes: from .. to, by what a probe costs."""
+_MOST_ROWS = 256
+"""Rows remembered, beyond those that are there."""
 
 
 class Pace:

@@ -62,6 +62,7 @@ class Prefill:
         self.drafts: DrafterState | None = None
         self.sampler = Sampler(target.info.vocab_size, [row.request])
         self.anchor: mx.array | None = None
+        self.newest = -1
         self._done = 0
         if restored is not None:
             self._restore(restored)
@@ -123,7 +124,9 @@ class Prefill:
         self.sampler.observe(verdict)
         self.anchor = verdict.next_token
         mx.eval(*verdict.arrays(), self.anchor, *self.state.pending(), *self.sampler.pending())
-        kept = self.row.cut(verdict.read()[0][1])
+        tokens = verdict.read()[0][1]
+        self.newest = tokens[-1]
+        kept = self.row.cut(tokens)
         if constraint is not None:
             constraint.advance(kept)
         logprobs = None if asked is None else verdict.read_logprobs(0, len(kept), asked)
@@ -228,6 +231,7 @@ class Batch:
                 prefill.drafts,
                 prefill.sampler,
                 prefill.anchor,
+                [prefill.newest],
             )
             return prefill.row.key
         lanes.state.join(prefill.state)
@@ -235,6 +239,7 @@ class Batch:
             lanes.drafts.join(prefill.drafts)
         lanes.sampler.join(prefill.sampler)
         lanes.anchor = mx.concatenate([lanes.anchor, prefill.anchor])
+        lanes.newest = [*lanes.newest, prefill.newest]
         lanes.rows.append(prefill.row)
         return prefill.row.key
 
@@ -306,7 +311,7 @@ class Batch:
         """
         if lanes.drafter is None or not any(allowances(lanes, lanes.statuses())):
             return False
-        if not lanes.drafter.needs_host_tokens or lanes.drafter.taps:
+        if not lanes.drafter.needs_host_tokens or lanes.copier is not None:
             return True
         anchor, lanes.anchor = lanes.anchor, flight.tokens[:, 0]
         try:
@@ -342,6 +347,7 @@ class Batch:
             lanes.drafts.select(order)
         lanes.sampler.select(order)
         lanes.anchor = lanes.anchor[mx.array(order, dtype=mx.int32)]
+        lanes.newest = [lanes.newest[index] for index in order]
         lanes.rows = [lanes.rows[index] for index in order]
 
 

@@ -29,6 +29,9 @@ class FixedLength:
             raise InvalidValueError("max_draft", length, "at least 0 (0 = plain decoding)")
         self._length = WHOLE_BLOCK if length is None else length
 
+    def __str__(self) -> str:
+        return "full" if self._length == WHOLE_BLOCK else str(self._length)
+
     def lengths(self, rows: Sequence[RowStatus]) -> Sequence[int]:
         return [self._length] * len(rows)
 
@@ -61,6 +64,9 @@ class ConfidenceThreshold(FixedLength):
         if not 0.0 < threshold <= 1.0:
             raise InvalidValueError("confidence_threshold", threshold, "more than 0 and at most 1")
         self._threshold = threshold
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, confidence {self._threshold:g}"
 
     def truncate(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +17,7 @@ from spec_core.chooser import RoundChooser, Sampler, Verdict
 from spec_core.errors import SeamError
 from spec_core.request import Request
 from spec_core.seams import (
+    Copier,
     Drafter,
     DrafterState,
     DraftPolicy,
@@ -82,7 +83,12 @@ class Flight:
 
 @dataclass(slots=True)
 class Lanes:
-    """B rows that share each forward: their states, in the same order everywhere."""
+    """B rows that share each forward: their states, in the same order everywhere.
+
+    Attributes:
+        anchor: [B] each row's newest token, perhaps still being computed.
+        newest: the newest token of each row that is settled, on the host.
+    """
 
     target: Target
     drafter: Drafter | None
@@ -92,7 +98,12 @@ class Lanes:
     drafts: DrafterState | None
     sampler: Sampler
     anchor: mx.array
+    newest: list[int]
     settled_at: float = 0.0
+    copier: Copier | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copier = self.drafter if isinstance(self.drafter, Copier) else None
 
     @property
     def taps(self) -> Sequence[int]:
@@ -102,11 +113,21 @@ class Lanes:
         """The sampler of the next round: slot 0 stands right after the anchor."""
         return self.sampler.round([n + 1 for n in self.state.lengths])
 
+    @property
+    def copies_only(self) -> bool:
+        """Nothing but copies is ever proposed."""
+        return self.copier is not None and not self.copier.taps
+
     def statuses(self) -> list[RowStatus]:
         return [
-            RowStatus(row.key, n, row.remaining, row.request.max_draft)
-            for row, n in zip(self.rows, self.state.lengths, strict=True)
+            RowStatus(row.key, n, row.remaining, row.request.max_draft, copies)
+            for row, n, copies in zip(self.rows, self.state.lengths, self._copies(), strict=True)
         ]
+
+    def _copies(self) -> Sequence[int]:
+        if self.copier is None or self.drafts is None:
+            return (0,) * len(self.rows)
+        return self.copier.copies(self.drafts, self.newest)
 
 
 def launch(lanes: Lanes, *, plain: bool = False) -> Flight:
@@ -143,16 +164,16 @@ def submit(lanes: Lanes, flight: Flight) -> None:
 
 def settle(lanes: Lanes, flight: Flight) -> list[RowOutcome]:
     """Wait for the verdict, cut, commit and observe. Rows that had finished before give nothing."""
+    verdicts = flight.verdict.read()
     outcomes = [
         _outcome(row, index, flight, accepted, tokens)
-        for index, (row, (accepted, tokens)) in enumerate(
-            zip(lanes.rows, flight.verdict.read(), strict=True)
-        )
+        for index, (row, (accepted, tokens)) in enumerate(zip(lanes.rows, verdicts, strict=True))
         if row.finish is None
     ]
     emitted = {outcome.key: len(outcome.tokens) for outcome in outcomes}
     if not flight.committed:
         commit(lanes, flight, [emitted.get(row.key, 0) for row in lanes.rows])
+    lanes.newest = [tokens[-1] for _, tokens in verdicts]
     for row, outcome in ((r, o) for r in lanes.rows for o in outcomes if r.key == o.key):
         if row.request.constraint is not None:
             row.request.constraint.advance(outcome.tokens)
@@ -166,7 +187,11 @@ def commit(lanes: Lanes, flight: Flight, keep: Sequence[int]) -> None:
     """Keep columns in the target's state and tell the drafter. The newest token stays outside."""
     lanes.state.commit(keep)
     if lanes.drafter is not None and lanes.drafts is not None:
-        lanes.drafter.extend(lanes.drafts, flight.tokens, flight.forward.taps, keep)
+        columns = flight.tokens
+        if lanes.drafter.needs_host_tokens and flight.plain:
+            # Reading the flight's own column could mean to wait for the flight.
+            columns = mx.array([[token] for token in lanes.newest], dtype=mx.int32)
+        lanes.drafter.extend(lanes.drafts, columns, flight.forward.taps, keep)
     flight.committed = True
 
 
@@ -193,14 +218,20 @@ def propose(lanes: Lanes, chooser: RoundChooser) -> Proposal | None:
 
 
 def allowances(lanes: Lanes, statuses: Sequence[RowStatus]) -> list[int]:
-    """Guesses to ask for in each row: the policy's wish, the row's cap, the block, the budget."""
+    """Guesses to ask for in each row: the policy's wish, the row's cap, the budget, and what the
+    drafter has."""
     assert lanes.drafter is not None
-    wishes = lanes.policy.lengths(statuses)
-    block = lanes.drafter.max_block
-    return [
-        max(0, min(wish, block, s.remaining - 1, block if s.max_draft is None else s.max_draft))
-        for wish, s in zip(wishes, statuses, strict=True)
+    block, copies_only = lanes.drafter.max_block, lanes.copies_only
+    caps = [
+        min(
+            s.copies if copies_only else block,
+            s.remaining - 1,
+            block if s.max_draft is None else s.max_draft,
+        )
+        for s in statuses
     ]
+    wishes = lanes.policy.lengths(statuses)
+    return [max(0, min(wish, cap)) for wish, cap in zip(wishes, caps, strict=True)]
 
 
 def _outcome(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import mlx.core as mx
 import numpy as np
@@ -299,6 +299,19 @@ class Drafter(Protocol):
         `needs_host_tokens`."""
 
 
+@runtime_checkable
+class Copier(Drafter, Protocol):
+    """A drafter that copies from the text, and knows beforehand how far.
+
+    `propose` gives the rows with a match min(count, copies) tokens of it, the other rows guesses
+    of another kind, or none. Where it reads no taps, it has nothing but copies.
+    """
+
+    def copies(self, state: DrafterState, anchors: Sequence[int]) -> Sequence[int]:
+        """How many tokens each row could copy after its anchor, 0 without a match. `anchors` are
+        on the host. Changes nothing."""
+
+
 class Constraint(Protocol):
     """A grammar on one row, made on the host. Its state advances by committed tokens only."""
 
@@ -363,12 +376,15 @@ class RowStatus:
         length: committed positions.
         remaining: how many more tokens it may emit, at least 1.
         max_draft: the row's own cap on guesses (0 = plain), or None.
+        copies: how many tokens could be copied from the row's text, instead of what the drafter
+            would guess; 0 where nothing matches, or the drafter is no `Copier`.
     """
 
     key: int
     length: int
     remaining: int
     max_draft: int | None = None
+    copies: int = 0
 
 
 class DraftPolicy(Protocol):

@@ -10,7 +10,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from spec_core.errors import SeamError
-from spec_core.seams import Chooser, Drafter, DrafterState, Proposal, RowState, StateImage
+from spec_core.seams import Chooser, Copier, Drafter, DrafterState, Proposal, RowState, StateImage
 from spec_drafters.lookup import Lookup
 
 COMBINED_MIN_MATCH = 4
@@ -88,7 +88,7 @@ class Combined:
         drafter: asked for the rows where the lookup has nothing.
     """
 
-    lookup: Drafter
+    lookup: Copier
     drafter: Drafter
 
     @property
@@ -120,6 +120,10 @@ class Combined:
         held = _combined(state)
         self.lookup.extend(held.lookup, tokens, (), keep)
         self.drafter.extend(held.drafter, tokens, taps, keep)
+
+    def copies(self, state: RowState, anchors: Sequence[int]) -> Sequence[int]:
+        """What the lookup could copy in each row."""
+        return self.lookup.copies(_combined(state).lookup, anchors)
 
     def propose(self, state: RowState, anchor: mx.array, count: int, chooser: Chooser) -> Proposal:
         """Guess up to `count` tokens a row, as many as the row's guesser can.

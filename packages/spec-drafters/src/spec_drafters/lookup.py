@@ -208,14 +208,14 @@ class Lookup:
         for row, text, kept in zip(rows, columns, keep, strict=True):
             row.extend(text[:kept], verified=shape[1] > 1)
 
-    def peek(self, state: RowState, anchors: Sequence[int], count: int) -> tuple[int, ...]:
-        """The lengths that `propose` would give, for anchors on the host; changes nothing."""
-        self._check(state, len(anchors), count)
+    def copies(self, state: RowState, anchors: Sequence[int]) -> tuple[int, ...]:
+        """The most tokens that `propose` would copy in each row; changes nothing."""
+        self._check(state, len(anchors), 1)
         matches = [
             row.match(anchor, self.min_match)
             for row, anchor in zip(_rows(state), anchors, strict=True)
         ]
-        return tuple(0 if m is None else min(count, m.length) for m in matches)
+        return tuple(0 if match is None else match.length for match in matches)
 
     def propose(self, state: RowState, anchor: mx.array, count: int, chooser: Chooser) -> Proposal:
         """Copy up to `count` tokens a row; a row without a match gets length 0.
