@@ -14,7 +14,7 @@ from spec_core import SeamError, decode
 from spec_core.conformance import check_target
 from spec_core.seams import StateImage
 from spec_core.testing import ScriptedDrafter
-from spec_targets import UnsupportedTargetError, build_target
+from spec_targets import UnsupportedTargetError, build_target, replay
 from spec_targets.mlx_lm_import import mlx_lm_utils
 
 TEXT = [(17 * i * i + 5 * i + 3) % 97 for i in range(200)]
@@ -250,23 +250,22 @@ def test_many_rows_join_leave_and_keep_different_numbers(
 def _counted(model: Any, part: str) -> list[int]:
     """Counts the runs of the mixers of a model."""
     runs = [0]
+    mixers = [layer[part] for layer in model.layers if part in layer]
+    cls = type(mixers[0])
 
-    def counting(cls: type) -> type:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            runs[0] += 1
-            return cls.__call__(self, *args, **kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runs[0] += 1
+        return cls.__call__(self, *args, **kwargs)
 
-        return type(cls.__name__, (cls,), {"__call__": call})
-
-    for layer in model.layers:
-        if part in layer:
-            layer[part].__class__ = counting(type(layer[part]))
+    counting = type(cls.__name__, (cls,), {"__call__": call})
+    for mixer in mixers:
+        mixer.__class__ = counting
     return runs
 
 
-@pytest.mark.parametrize(("family", "part", "mixers"), [("qwen3_5", "linear_attn", 2)])
-def test_only_a_partial_commit_runs_a_recurrence_again(
-    tiny_target: Any, family: str, part: str, mixers: int
+@pytest.mark.parametrize(("family", "part"), [("qwen3_5", "linear_attn"), ("lfm2", "conv")])
+def test_only_a_partial_commit_runs_the_recurrences_again_and_only_once(
+    tiny_target: Any, family: str, part: str
 ) -> None:
     target, model = tiny_target(family)
     runs = _counted(model, part)
@@ -276,7 +275,24 @@ def test_only_a_partial_commit_runs_a_recurrence_again(
         before = runs[0]
         state.commit(keep)
         mx.eval(state.pending())
-        assert runs[0] - before == again * mixers, f"commit({keep})"
+        assert runs[0] - before == again, f"commit({keep})"
+
+
+@pytest.mark.parametrize("limit", [1, 60_000])
+def test_how_many_recurrences_run_together_does_not_matter(
+    tiny_target: Any, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    target, _ = tiny_target("qwen3_5", num_hidden_layers=8)
+    states = []
+    for bytes_together in (1 << 30, limit):
+        monkeypatch.setattr(replay, "_TOGETHER_BYTES", bytes_together)
+        state = _prefilled(target, TEXT[:9])
+        state.join(_prefilled(target, TEXT[:4]))
+        target.forward(mx.array([TEXT[:5], OTHER[:5]]), state)
+        state.commit([2, 4])
+        states.append(state)
+    mx.eval([state.pending() for state in states])
+    assert all(_equal(*pair) for pair in zip(*(s.pending() for s in states), strict=True))
 
 
 def test_a_partial_commit_computes_no_projection(tiny_target: Any) -> None:

@@ -2,15 +2,13 @@
 
 While a forward is provisional, a layer keeps the state from before it and what the mixer's
 projections gave, a few columns of each. A commit of everything keeps what the forward left behind,
-a commit of nothing the state from before; in between, the mixer's own code runs once more over the
-kept columns, its projections answered from the recording. That is the recurrence alone: no
-projection is computed, and what the mixer does after the recurrence is never evaluated.
+a commit of nothing the state from before; in between, the recurrence runs once more over the kept
+columns, all layers together: see spec_targets.replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -21,17 +19,9 @@ from spec_core.errors import SeamError
 from spec_targets.anatomy import Anatomy
 from spec_targets.families import Family
 from spec_targets.kinds import LAYER_KINDS
-from spec_targets.layers import (
-    Frame,
-    LayerCache,
-    LayerImage,
-    LayerMaker,
-    LayerOptions,
-)
+from spec_targets.layers import Frame, LayerCache, LayerImage, LayerMaker, LayerOptions
+from spec_targets.replay import Memory, Recording, Slots, Tape, groups, replay
 from spec_targets.swap import Swap, Wrapping
-
-Slots = list[mx.array | None]
-"""What one recurrence remembers: arrays whose first axis is the row; None before the first use."""
 
 
 class RecurrentFamily(Family):
@@ -44,6 +34,7 @@ class RecurrentFamily(Family):
         model_types: the `model_type`s of config.json that it is for.
         mixer: a decoder layer's attribute that holds the recurrent mixer, where it has one.
         recorded: the mixer's parts whose outputs, [B, T, ...], decide its next state.
+        weights: the mixer's own vectors that decide it, too.
         aliases: model types that mlx-lm knows under another name.
     """
 
@@ -54,6 +45,7 @@ class RecurrentFamily(Family):
         model_types: Sequence[str],
         mixer: str,
         recorded: Sequence[str],
+        weights: Sequence[str] = (),
         aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.model_types = (*model_types, *aliases)
@@ -61,7 +53,18 @@ class RecurrentFamily(Family):
         self.kinds = {**LAYER_KINDS, "ArraysCache": recurrent_layer}
         self._mixer = mixer
         self._recorded = frozenset(recorded)
+        self._weights = tuple(weights)
         self._recording = Wrapping(self._record)
+
+    def new_layers(
+        self, own: Sequence[Any], frame: Frame, options: LayerOptions
+    ) -> list[LayerCache]:
+        layers = super().new_layers(own, frame, options)
+        recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+        rebuild = Rebuild(len(recurrent), self._weights)
+        for layer in recurrent:
+            layer.rebuild = rebuild
+        return layers
 
     def swaps(self, anatomy: Anatomy, layers: Sequence[LayerCache]) -> Sequence[Swap]:
         mixers = (layer.get(self._mixer) for layer in anatomy.layers)
@@ -75,137 +78,73 @@ class RecurrentFamily(Family):
         if layer is None:
             return own(mixer, *args, **kwargs)
         tape = layer.open_tape(mixer, own, args[0])
-        return own(_Recording(mixer, self._recorded, tape.outputs), *args, **kwargs)
+        return own(Recording(mixer, self._recorded, tape.outputs), *args, **kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class Tape:
-    """One run of a mixer, with all that is needed to run it again over fewer columns.
+class Rebuild:
+    """Rebuilds the recurrent layers of one state together, once all of them were told to commit.
 
-    Attributes:
-        mixer: the module.
-        own: its class's own call.
-        shape: [B, T, H] of its input.
-        dtype: of its input.
-        outputs: what its recorded parts gave, by name.
+    Args:
+        layers: how many there are.
+        weights: as for RecurrentFamily.
     """
 
-    mixer: Module
-    own: Callable[..., Any]
-    shape: tuple[int, int, int]
-    dtype: mx.Dtype
-    outputs: dict[str, mx.array] = field(default_factory=dict)
+    def __init__(self, layers: int, weights: Sequence[str] = ()) -> None:
+        self._layers = layers
+        self._weights = weights
+        self._waiting: list[tuple[RecurrentLayer, Tape]] = []
 
-    def replay(self, before: Slots, keep: Sequence[int]) -> Slots:
-        """The slots after the first keep[b] columns of each row; lazy."""
-        rows, _, width = self.shape
-        columns = max(keep)
-        lengths = None if min(keep) == columns else mx.array(list(keep), dtype=mx.int32)
-        mask = None if lengths is None else mx.arange(columns) < lengths[:, None]
-        memory = _Memory(list(before), lengths)
-        unread = mx.zeros((rows, columns, width), dtype=self.dtype)
-        self.own(_Replaying(self.mixer, self.outputs, columns), unread, mask=mask, cache=memory)
-        return memory.slots
+    def clear(self) -> None:
+        self._waiting = []
 
-
-class _Recording:
-    """Stands in for a mixer while its own code runs, and notes what some of its parts give."""
-
-    __slots__ = ("_mixer", "_names", "_outputs")
-
-    def __init__(self, mixer: Module, names: frozenset[str], outputs: dict[str, mx.array]) -> None:
-        self._mixer = mixer
-        self._names = names
-        self._outputs = outputs
-
-    def __getattr__(self, name: str) -> Any:
-        part = getattr(self._mixer, name)
-        return self._noting(name, part) if name in self._names else part
-
-    def _noting(self, name: str, part: Callable[[mx.array], mx.array]) -> Callable[..., mx.array]:
-        def call(x: mx.array) -> mx.array:
-            if name in self._outputs:
-                raise SeamError(f"{name} of a recurrent layer ran twice in one forward")
-            self._outputs[name] = part(x)
-            return self._outputs[name]
-
-        return call
+    def add(self, layer: RecurrentLayer, tape: Tape, keep: Sequence[int]) -> None:
+        """One layer keeps the first keep[b] columns of row b, as all others do."""
+        self._waiting.append((layer, tape))
+        if len(self._waiting) == self._layers:
+            waiting, self._waiting = self._waiting, []
+            tapes = [tape for _, tape in waiting]
+            for group in groups(tapes):
+                rebuilt = replay([tapes[index] for index in group], keep, self._weights)
+                for index, slots in zip(group, rebuilt, strict=True):
+                    waiting[index][0].slots = slots
 
 
-class _Replaying:
-    """Stands in for a mixer whose recorded parts answer with their first columns."""
-
-    __slots__ = ("_columns", "_mixer", "_outputs")
-
-    def __init__(self, mixer: Module, outputs: Mapping[str, mx.array], columns: int) -> None:
-        self._mixer = mixer
-        self._outputs = outputs
-        self._columns = columns
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._outputs:
-            return getattr(self._mixer, name)
-        return lambda _: self._outputs[name][:, : self._columns]
-
-
-class _Memory:
-    """What mlx-lm's ArraysCache is to a mixer.
-
-    Attributes:
-        slots: read and written by the mixer.
-        lengths: [B] how many columns of each row are real, or None for all.
-    """
-
-    __slots__ = ("lengths", "slots")
-
-    left_padding = None
-
-    def __init__(self, slots: Slots, lengths: mx.array | None = None) -> None:
-        self.slots = slots
-        self.lengths = lengths
-
-    def __getitem__(self, index: int) -> mx.array | None:
-        return self.slots[index]
-
-    def __setitem__(self, index: int, value: mx.array) -> None:
-        # Often the end of something longer, which a slice would keep alive.
-        self.slots[index] = mx.contiguous(value)
-
-    def advance(self, columns: int) -> None:
-        pass
-
-    def make_mask(self, columns: int) -> None:
-        """Columns beyond `valid` are left out by the commit, so that a forward needs no mask."""
-
-
-class RecurrentLayer(_Memory):
+class RecurrentLayer(Memory):
     """One recurrence of B rows: looks like mlx-lm's ArraysCache.
 
     Args:
         frame: of the state.
         size: how many arrays the recurrence remembers.
+
+    Attributes:
+        rebuild: what rebuilds it, shared with the other recurrences of the state.
     """
 
-    __slots__ = ("_before", "_frame", "_tape")
+    __slots__ = ("_before", "_frame", "_tape", "rebuild")
 
     def __init__(self, frame: Frame, size: int) -> None:
         super().__init__([None] * size)
         self._frame = frame
         self._before: Slots = []
         self._tape: Tape | None = None
+        self.rebuild = Rebuild(1)
 
     def open_tape(self, mixer: Module, own: Callable[..., Any], x: mx.array) -> Tape:
         """A mixer begins to run over [B, T, H]."""
         if self._tape is not None:
             raise SeamError("a recurrent layer ran twice in one forward")
         rows, columns, width = x.shape
-        self._tape = Tape(mixer, own, (rows, columns, width), x.dtype)
+        self._tape = Tape(mixer, own, (rows, columns, width), x.dtype, self._before)
         return self._tape
+
+    def make_mask(self, columns: int) -> None:
+        """Columns beyond `valid` are left out by the commit, so that a forward needs no mask."""
 
     # Towards the state.
 
     def begin(self, columns: int) -> None:
         self._before = list(self.slots)
+        self.rebuild.clear()
 
     def commit(self, keep: Sequence[int]) -> None:
         before, tape, columns = self._before, self._tape, self._frame.clock.provisional
@@ -220,7 +159,7 @@ class RecurrentLayer(_Memory):
         elif tape is None:
             raise SeamError(f"a recurrent layer was not recorded and cannot keep {list(keep)}")
         else:
-            self.slots = tape.replay(before, keep)
+            self.rebuild.add(self, tape, keep)
 
     def select(self, rows: Sequence[int]) -> None:
         if not rows:
