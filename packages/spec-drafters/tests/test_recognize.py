@@ -12,7 +12,6 @@ import mlx.core as mx
 import pytest
 
 from spec_core.seams import DraftChoice
-from spec_drafters.block import BlockDrafter
 from spec_drafters.checkpoint import open_safetensors
 from spec_drafters.config import Config
 from spec_drafters.dflash import layer_attention, read_zlab
@@ -21,48 +20,8 @@ from spec_drafters.load import inspect_drafter, load_drafter
 from spec_drafters.recognize import PACKAGINGS, compatibility
 from spec_drafters.spec import LayerAttention
 
-from .helpers import GOLDEN, Golden, Greedy, Lender
-
-Edit = Callable[[dict[str, Any], dict[str, mx.array]], None]
-
-
-def copy(folder: Path, name: str, edit: Edit | None = None) -> Path:
-    """A golden's checkpoint with its config and tensors edited."""
-    source = GOLDEN / name
-    config = json.loads((source / "config.json").read_text())
-    tensors = dict(mx.load(str(source / "model.safetensors")))
-    if edit is not None:
-        edit(config, tensors)
-    (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
-    return folder
-
-
-def configured(**changes: Any) -> Edit:
-    """Set these config keys; None removes one."""
-
-    def edit(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
-        config.update(changes)
-        for key in [key for key, value in changes.items() if value is None]:
-            del config[key]
-
-    return edit
-
-
-def with_tensor(name: str, *shape: int) -> Edit:
-    def edit(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
-        tensors[name] = mx.zeros(shape)
-
-    return edit
-
-
-def without_tensor(*names: str) -> Edit:
-    def edit(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
-        for name in names:
-            del tensors[name]
-
-    return edit
-
+from .checkpoints import Edit, configured, copy, first_drafts, with_tensor, without_tensor
+from .helpers import Golden, Greedy, Lender
 
 Load = Callable[..., object]
 
@@ -206,15 +165,6 @@ def test_who_sees_whom(config: dict[str, Any], expected: tuple[LayerAttention, .
 # --- one drafter in several packagings ----------------------------------------------------------
 
 
-def first_drafts(drafter: BlockDrafter, golden: Golden, chooser: Greedy) -> mx.array:
-    """What the drafter proposes in a golden's first round."""
-    state, taps = drafter.new_state(1), golden.taps(0, len(drafter.taps))
-    rows = taps[0].shape[1]
-    drafter.extend(state, mx.zeros((1, rows), dtype=mx.int32), taps, [rows])
-    anchor = golden.inputs["anchor_0"]
-    return drafter.propose(state, anchor, drafter.max_block, chooser).tokens
-
-
 def as_specforge(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
     moved = {key: config.pop(key) for key in ("mask_token_id", "target_layer_ids", "markov_rank")}
     config["dflash_config"] = {"projector_type": "dspark", **moved}
@@ -297,11 +247,6 @@ REFUSED = {
     "embedded": ({"dspark_block_size": 7, "block_size": None}, "full model with an embedded"),
     "deepseek": ({"model_type": "deepseek_v4"}, "whole target model"),
     "as-deep-as-the-target": ({"num_target_layers": 3}, "whole target model"),
-    "speculators": (
-        {"speculators_model_type": "dspark", "speculators_config": {"algorithm": "dspark"}},
-        "^speculators: the algorithm 'dspark' is not supported yet",
-    ),
-    "peagle": ({"speculators_config": {"algorithm": "peagle"}}, "speculators: .*'peagle'"),
     "dflash2": ({"architectures": ["DFlash2DraftModel"]}, "^DFlash 2: "),
     "selector": ({"dflash_config": {"selector_rank": 256}}, "^DFlash 2: "),
     "eagle3": (
@@ -357,8 +302,12 @@ def test_packagings_refused_by_their_tensors(
         ("dspark_gemma4", {"enable_moe_block": True}, "mixture-of-experts"),
         ("dspark_gemma4", {"hidden_size_per_layer_input": 8}, "per-layer inputs"),
         ("dspark_gemma4", {"hidden_activation": "silu"}, "activation silu"),
-        ("dflash_qwen3", {"rope_scaling": {"type": "yarn"}}, "positions of type 'yarn'"),
-        ("dflash_qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "positions of type 'yarn'"),
+        ("dflash_qwen3", {"rope_scaling": {"type": "longrope"}}, "positions of type 'longrope'"),
+        (
+            "dflash_qwen3",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
+            "positions of type 'dynamic'",
+        ),
         ("dflash_qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
         ("hybrid_dflash_markov", {}, "does not say which slot predicts first"),
         (

@@ -15,10 +15,8 @@ import mlx.core as mx
 
 from spec_core.kv import KVRows
 from spec_drafters.linear import Weights
-from spec_drafters.spec import BlockSpec, DrafterSpec, LayerAttention, Rope
-
-Offset = int | mx.array
-"""The absolute position of the first column: one int, or [B] int32."""
+from spec_drafters.rope import Offset, Rotary
+from spec_drafters.spec import BlockSpec, DrafterSpec, LayerAttention
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -57,32 +55,6 @@ class Sight:
         if attention.window is not None:
             seen = mx.logical_and(seen, column > query - attention.window)
         return seen
-
-
-class Rotary:
-    """RoPE over the last axis of [B, heads, T, D], at absolute positions."""
-
-    def __init__(self, rope: Rope, dim: int) -> None:
-        self._dim = dim
-        self._interleaved = rope.interleaved
-        self._theta = rope.theta
-        self._periods: mx.array | None = None
-        if rope.partial < 1:
-            moving = int(rope.partial * dim / 2)
-            exponents = mx.arange(0, 2 * moving, 2, dtype=mx.float32) / dim
-            still = mx.full((dim // 2 - moving,), float("inf"))
-            self._periods = mx.concatenate([rope.theta**exponents, still])
-
-    def __call__(self, x: mx.array, offset: Offset) -> mx.array:
-        return mx.fast.rope(
-            x,
-            self._dim,
-            traditional=self._interleaved,
-            base=self._theta if self._periods is None else None,
-            scale=1.0,
-            offset=offset,
-            freqs=self._periods,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ import mlx.core as mx
 from spec_core.errors import SeamError, UnsupportedError
 from spec_core.kv import KVRows, RowClock
 from spec_core.seams import PerToken, RowState, StateImage
-from spec_drafters.backbone import KeysValues, Offset, Pass, Sight
+from spec_drafters.backbone import KeysValues, Pass, Sight
+from spec_drafters.rope import Offset
 from spec_drafters.spec import LayerAttention
 
 

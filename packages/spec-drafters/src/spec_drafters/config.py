@@ -59,6 +59,15 @@ class Config:
             raise self._wrong(key, "an object")
         return Config(values, f"{self._where}: {key}")
 
+    def sections(self, key: str) -> tuple[Config, ...]:
+        """A list of objects; empty if the key is missing."""
+        values = self._values.get(key)
+        if values is None:
+            return ()
+        if not isinstance(values, list) or not all(isinstance(item, dict) for item in values):
+            raise self._wrong(key, "a list of objects")
+        return tuple(Config(item, f"{self._where}: {key}") for item in values)
+
     def over(self, other: Config) -> Config:
         """This object's values where it has them, `other`'s elsewhere."""
         return Config({**other._values, **self.plain()}, other._where)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from spec_drafters.checkpoint import Checkpoint
 from spec_drafters.config import Config
 from spec_drafters.errors import CheckpointError, PackagingError
+from spec_drafters.rope import rope_theta
 from spec_drafters.spec import (
     Alike,
     BlockSpec,
@@ -72,6 +73,7 @@ def read_common(checkpoint: Checkpoint, packaging: str) -> Common:
         head_dim=config.integer("head_dim", hidden // heads),
         rope=Rope(rope_theta(config)),
         keys_as_values=False,
+        query_key_norms=True,
         embed_scale=1.0,
         softcap=None,
     )
@@ -96,6 +98,7 @@ def _gemma4(checkpoint: Checkpoint, packaging: str) -> Common:
         head_dim=config.integer("global_head_dim"),
         rope=Rope(rope.number("rope_theta"), partial=rope.number("partial_rotary_factor", 1.0)),
         keys_as_values=shared,
+        query_key_norms=True,
         embed_scale=config.integer("hidden_size") ** 0.5,
         softcap=config.number_or_none("final_logit_softcapping"),
     )
@@ -115,11 +118,6 @@ def _alike(checkpoint: Checkpoint) -> Alike:
         own_head="lm_head.weight" in checkpoint.tensors,
         attention_biases=config.flag("attention_bias", False),
     )
-
-
-def rope_theta(config: Config) -> float:
-    """The base, from `rope_parameters` (transformers 5) or the top level (before)."""
-    return config.section("rope_parameters").over(config).number("rope_theta")
 
 
 def read_markov(config: Config) -> Markov | None:

@@ -16,10 +16,10 @@ from spec_drafters.deepspec import (
     read_log_snr,
     read_markov,
     require,
-    rope_theta,
 )
 from spec_drafters.errors import CheckpointError, PackagingError
-from spec_drafters.spec import BlockSpec, LayerAttention, Rope
+from spec_drafters.rope import read_rope
+from spec_drafters.spec import BlockSpec, LayerAttention
 
 ARCHITECTURE = "DFlashDraftModel"
 ZLAB = "z-lab DFlash"
@@ -93,9 +93,7 @@ def _spec(checkpoint: Checkpoint, packaging: str, first_slot: FirstSlot) -> Bloc
     lends = packaging == ZLAB
     own_embedding = not lends and "embed_tokens.weight" in checkpoint.tensors
     own_head = not lends and "lm_head.weight" in checkpoint.tensors
-    softcap = (
-        config.number("final_logit_softcapping") if "final_logit_softcapping" in config else None
-    )
+    softcap = config.number_or_none("final_logit_softcapping")
     return BlockSpec(
         packaging=packaging,
         mode="dspark" if markov else "dflash",
@@ -107,17 +105,16 @@ def _spec(checkpoint: Checkpoint, packaging: str, first_slot: FirstSlot) -> Bloc
         head_dim=config.integer("head_dim", hidden // heads),
         vocab_size=config.integer("vocab_size"),
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=Rope(rope_theta(config), interleaved=not _neox(own)),
+        rope=read_rope(config, packaging, interleaved=not _neox(own)),
         attention=layer_attention(config, layers),
         taps=_taps(own, layers),
-        num_target_layers=config.integer("num_target_layers")
-        if "num_target_layers" in config
-        else None,
+        num_target_layers=config.integer_or_none("num_target_layers"),
         block_size=block,
         mask_token=own.integer("mask_token_id", least=0),
         first_slot=first_slot,
         own_embedding=own_embedding,
         own_head=own_head,
+        attention_biases=config.flag("attention_bias", False),
         embed_scale=1.0 if own_embedding else "target",
         softcap=softcap if softcap or own_head else "target",
         markov=markov,
@@ -138,15 +135,9 @@ def _draft_vocabulary(checkpoint: Checkpoint, own_head: bool) -> int | None:
 
 
 def _refuse(config: Config, own: Config, packaging: str) -> None:
-    rope = config.section("rope_parameters").text("rope_type", "default")
-    scaling = config.section("rope_scaling")
-    scaled = scaling.text("rope_type", scaling.text("type", "default"))
     projector = own.text("projector_type", "dflash")
     activation = config.text("hidden_act", "silu")
     require(activation == "silu", packaging, f"the activation {activation}")
-    require(not config.flag("attention_bias", False), packaging, "attention biases")
-    for kind in (rope, scaled):
-        require(kind == "default", packaging, f"rotary positions of type {kind!r}")
     require(projector in ("dflash", "dspark"), packaging, f"projector_type {projector!r}")
 
 

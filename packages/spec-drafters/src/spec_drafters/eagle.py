@@ -20,13 +20,13 @@ from spec_drafters.backbone import (
     KeysValues,
     KeyValueProjector,
     Mlp,
-    Offset,
     Queries,
     attention_scale,
 )
 from spec_drafters.eagle_state import EagleState
 from spec_drafters.heads import Head, TokenEmbedding, token_ids
 from spec_drafters.linear import Weights
+from spec_drafters.rope import Offset
 from spec_drafters.spec import DEFAULT_TAPS, EagleSpec
 
 

@@ -15,7 +15,8 @@ import mlx.core as mx
 from spec_core.errors import SeamError, UnsupportedError
 from spec_core.kv import KVRows, RowClock
 from spec_core.seams import PerToken, RowState, StateImage
-from spec_drafters.backbone import KeysValues, Offset
+from spec_drafters.backbone import KeysValues
+from spec_drafters.rope import Offset
 from spec_drafters.spec import EagleSpec
 
 _NEWEST = "fused"

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from spec_core.seams import TargetInfo
 from spec_drafters.errors import MisfitError
-from spec_drafters.spec import BlockSpec, DrafterSpec, EagleSpec
+from spec_drafters.spec import BlockSpec, DrafterSpec
 
 Spec = TypeVar("Spec", bound=DrafterSpec)
 
@@ -34,7 +34,7 @@ def fit(spec: Spec, info: TargetInfo, *, lends: bool) -> Spec:
     _equal(name, "vocabulary", spec.vocab_size, info.vocab_size)
     if spec.num_target_layers is not None:
         _equal(name, "target layer count", spec.num_target_layers, info.num_layers)
-    if isinstance(spec, EagleSpec) and not spec.taps:
+    if not spec.taps:
         spec = replace(spec, taps=default_taps(info.num_layers))
     _check_taps(name, spec.taps, info.num_layers)
     if isinstance(spec, BlockSpec) and not spec.mask_token < spec.vocab_size:
@@ -55,7 +55,7 @@ def fit(spec: Spec, info: TargetInfo, *, lends: bool) -> Spec:
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """What vLLM gives an EAGLE3 drafter that names no layers: inputs of 2, n // 2 and n - 3."""
+    """What vLLM gives a drafter that names no layers: the inputs of 2, n // 2 and n - 3."""
     return (1, layers // 2 - 1, layers - 4)
 
 

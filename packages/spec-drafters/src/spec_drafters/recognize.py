@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spec_drafters import deepspec, dflash, eagle3
+from spec_drafters import deepspec, dflash, eagle3, speculators
 from spec_drafters.checkpoint import Checkpoint, open_safetensors
 from spec_drafters.errors import CheckpointError, PackagingError
 from spec_drafters.gguf import is_gguf
@@ -240,12 +240,6 @@ def _unknown(checkpoint: Checkpoint) -> str:
     return f"not a drafter that is known here; its config names the architecture {named}{lacks}"
 
 
-def _algorithm(checkpoint: Checkpoint) -> str:
-    config = checkpoint.config
-    name = config.section("speculators_config").text("algorithm")
-    return f"the algorithm {name or config.text('speculators_model_type')!r} is not supported yet"
-
-
 def _other_eagle(checkpoint: Checkpoint) -> str:
     named = ", ".join(checkpoint.config.texts("architectures")) or "no architecture"
     return f"of EAGLE3, DeepSpec's and speculators' files are read; this one names {named}"
@@ -263,10 +257,11 @@ PACKAGINGS: tuple[Packaging, ...] = (
         refusal=_because("it is a whole target model; only separate drafters are loaded"),
     ),
     Packaging(
-        "speculators",
-        "speculators_config or speculators_model_type",
+        speculators.NAME,
+        "speculators_config or speculators_model_type, with the algorithm "
+        + ", ".join(speculators.ALGORITHMS),
         lambda c: _has_key(c, "speculators_config", "speculators_model_type"),
-        refusal=_algorithm,
+        read=speculators.read_speculators,
     ),
     Packaging(
         "DFlash 2",

@@ -19,6 +19,53 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Linear:
+    """Rotary positions divided by a factor."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3:
+    """Low frequencies divided by a factor.
+
+    Attributes:
+        factor: the divisor.
+        low, high: pairs that turn fewer times than `low` over the original context are divided,
+            those that turn more often than `high` are kept.
+        original_positions: the original context.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """Low frequencies divided by a factor, and queries and keys made larger.
+
+    Attributes:
+        factor: the divisor.
+        original_positions: the original context.
+        beta_fast, beta_slow: as Llama 3's `high` and `low`, in turns.
+        attention_factor: what queries and keys are multiplied with.
+        truncate: the range of blended pairs begins and ends at whole numbers.
+    """
+
+    factor: float
+    original_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+RopeScaling = Linear | Llama3 | Yarn
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary positions, half-split pairs unless `interleaved`.
 
@@ -28,11 +75,13 @@ class Rope:
             head ("proportional" in Gemma 4's config), so below 1 the pairs (i, i + D/2) with
             i >= partial * D / 2 do not move.
         interleaved: pairs are (2i, 2i + 1).
+        scaling: for contexts beyond the one that was trained, or None.
     """
 
     theta: float
     partial: float = 1.0
     interleaved: bool = False
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +211,7 @@ class Common(Alike):
     head_dim: int
     rope: Rope
     keys_as_values: bool
+    query_key_norms: bool
     embed_scale: float | OfTarget
     softcap: float | OfTarget | None
 
@@ -238,7 +288,7 @@ class EagleSpec(DrafterSpec):
 
 
 DEFAULT_TAPS = 3
-"""Taps of an EAGLE3 drafter whose file names none."""
+"""Taps of a drafter whose file names none."""
 
 LOG_SNR_FEATURES = 128
 
