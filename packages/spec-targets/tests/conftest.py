@@ -54,6 +54,12 @@ _NO_EXPERTS = {
     "partial_rotary_factor": 0.25,
 }
 
+_SLIDING = {
+    "num_hidden_layers": 4,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", **_COMMON},
     "llama": {"model_type": "llama", **_COMMON, "tie_word_embeddings": True},
@@ -91,6 +97,55 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
         "layer_types": ["conv", "full_attention", "conv", "conv"],
+    },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        **_COMMON,
+        **_SLIDING,
+        "global_head_dim": 64,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCAB,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma4_large": {
+        "model_type": "gemma4_text",
+        **_COMMON,
+        **_SLIDING,
+        "global_head_dim": 64,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **_COMMON,
+        **_SLIDING,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 32,
+    },
+    "ministral3": {
+        "model_type": "ministral3",
+        **_COMMON,
+        **_SLIDING,
+        "rope_parameters": {
+            "type": "default",
+            "rope_theta": 10000.0,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "mistral_sliding": {"model_type": "mistral", **_COMMON, **_SLIDING},
+    "olmo3": {"model_type": "olmo3", **_COMMON, **_SLIDING},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_COMMON,
+        **_SLIDING,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
     },
 }
 
@@ -131,15 +186,23 @@ def tiny() -> Callable[..., tuple[nn.Module, dict[str, Any]]]:
     return make_model
 
 
+def make_tiny_target(
+    name: str, *, kv_bits: int | None = None, **how: Any
+) -> tuple[ModelTarget, nn.Module]:
+    model, config = make_model(name, **how)
+    return build_target(model, config, kv_bits=kv_bits), model
+
+
 @pytest.fixture
 def tiny_target() -> Callable[..., tuple[ModelTarget, nn.Module]]:
     """Makes (target, the model it adapts) of one family."""
+    return make_tiny_target
 
-    def make(name: str, *, kv_bits: int | None = None, **how: Any) -> tuple[ModelTarget, nn.Module]:
-        model, config = make_model(name, **how)
-        return build_target(model, config, kv_bits=kv_bits), model
 
-    return make
+@pytest.fixture(scope="module")
+def make_target() -> Callable[..., tuple[ModelTarget, nn.Module]]:
+    """`tiny_target` for what a module's tests share."""
+    return make_tiny_target
 
 
 class Own:
