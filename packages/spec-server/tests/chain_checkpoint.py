@@ -37,6 +37,8 @@ def build(
     scripts: Mapping[str, Sequence[Piece]],
     extra_tokens: Sequence[str] = (),
     gap: float = 30.0,
+    template: str = TEMPLATE,
+    positions: int = 2048,
 ) -> Path:
     """Write the checkpoint; `scripts` maps a selector character to what follows it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +58,7 @@ def build(
         "rms_norm_eps": 1e-6,
         "vocab_size": vocab,
         "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": positions,
         "tie_word_embeddings": False,
         "rope_scaling": None,
         "eos_token_id": end,
@@ -69,8 +71,8 @@ def build(
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "eos_token": "<|im_end|>",
-                "chat_template": TEMPLATE,
-                "model_max_length": 2048,
+                "chat_template": template,
+                "model_max_length": positions,
                 "clean_up_tokenization_spaces": False,
             }
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -69,7 +67,7 @@ class Pages:
     async def root(self, request: Request) -> Response:
         """A pointer for people; agents probe it with HEAD."""
         text = (
-            f"spec-server {version('spec-server')}: an OpenAI-compatible server.\n"
+            "spec-server: an OpenAI-compatible server.\n"
             "POST v1/chat/completions, v1/completions; GET v1/models, health, readyz, metrics\n"
         )
         return Response(text, media_type="text/plain")
