@@ -16,6 +16,7 @@ from spec_cli.bench.trial import Setting
 from spec_core import decode
 from spec_core.seams import (
     Chooser,
+    Copier,
     Drafter,
     DrafterState,
     EmbeddingLender,
@@ -133,15 +134,37 @@ class FencedDrafter:
         return proposal
 
 
+class FencedCopier(FencedDrafter):
+    """The same for a drafter that copies from the text."""
+
+    def __init__(self, copier: Copier, clock: Clock) -> None:
+        super().__init__(copier, clock)
+        self._copier = copier
+
+    def copies(self, state: DrafterState, anchors: Sequence[int]) -> Sequence[int]:
+        start = time.perf_counter()
+        found = self._copier.copies(state, anchors)
+        self._clock.draft += time.perf_counter() - start
+        return found
+
+
+def fenced(drafter: Drafter | None, clock: Clock) -> Drafter | None:
+    """The drafter with fences, as what it is."""
+    if drafter is None:
+        return None
+    if isinstance(drafter, Copier):
+        return FencedCopier(drafter, clock)
+    return FencedDrafter(drafter, clock)
+
+
 def time_rounds(
     target: Target, setting: Setting, prompt: Sequence[int], end_tokens: Sequence[int], budget: int
 ) -> tuple[RoundTimes, int] | None:
     """Mean times of one answer's rounds, and how many there were; None without a round."""
     clock = Clock()
-    drafter = None if setting.drafter is None else FencedDrafter(setting.drafter, clock)
     outcomes = decode(
         FencedTarget(target, clock),
-        drafter,
+        fenced(setting.drafter, clock),
         prompt,
         max_tokens=budget,
         end_tokens=end_tokens,
