@@ -302,3 +302,27 @@ def test_clock_refuses_what_does_not_fit() -> None:
     clock.select([1, 0])
     assert clock.lengths == [0, 2]
     assert clock.offset().tolist() == [0, 2]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("lengths", [[5], [300], [5, 300, 270]])
+@pytest.mark.parametrize("columns", [1, 2, 8])
+def test_lengths_read_in_steps_attend_to_the_same(lengths: list[int], columns: int) -> None:
+    """What CUDA reads: more slots, hidden by a mask, and few different numbers of them."""
+    outputs = []
+    for stepped in (False, True):
+        mx.random.seed(1)
+        clock = RowClock(len(lengths))
+        clock.stepped = stepped
+        rows = KVRows(clock)
+        context = max(lengths)
+        clock.begin(context, lengths)
+        rows.append(*(mx.random.normal((len(lengths), 2, context, 8)) for _ in range(2)))
+        clock.commit(lengths)
+        queries, keys, values = (mx.random.normal((len(lengths), 2, columns, 8)) for _ in range(3))
+        seen = rows.append(keys, values)
+        end = clock.reads(columns)
+        assert seen[0].shape[2] == end
+        assert not stepped or columns == 1 or end % 256 == 0
+        mask = causal_mask(clock, columns, end)
+        outputs.append(mx.fast.scaled_dot_product_attention(queries, *seen, scale=1.0, mask=mask))
+    assert mx.allclose(*outputs, atol=1e-6)

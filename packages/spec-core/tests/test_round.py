@@ -13,6 +13,7 @@ from spec_core import (
     InvalidValueError,
     Request,
     RowOutcome,
+    RowStatus,
     SamplingParams,
     Statistics,
     decode,
@@ -397,3 +398,21 @@ def test_a_grammar_holds_in_every_mode(kind: str | None, sampling: SamplingParam
     assert tokens == told
     assert [token % 2 for token in tokens] == [n % 2 for n in range(17)]
     assert tokens == constrained(None)[0]
+
+
+def test_a_slot_at_the_threshold_is_kept() -> None:
+    policy, rows = ConfidenceThreshold(0.5), [RowStatus(0, 10, 20)]
+    for scores, length, kept in (
+        ([0.5, 0.5, 0.5], 3, 3),
+        ([0.9, 0.49, 0.9], 3, 1),
+        ([0.1, 0.9, 0.9], 3, 0),
+        ([0.9, 0.9, 0.1], 2, 2),
+        ([0.9], 0, 0),
+    ):
+        assert list(policy.truncate(rows, [length], [scores])) == [kept]
+
+
+@pytest.mark.parametrize("threshold", [0.0, -0.5, 1.01])
+def test_thresholds_out_of_range_are_named(threshold: float) -> None:
+    with pytest.raises(InvalidValueError, match="confidence_threshold"):
+        ConfidenceThreshold(threshold)

@@ -24,8 +24,12 @@ from spec_core.seams import (
 )
 
 _SWEEPS = 6
-"""Passes over all lengths. Interleaved, so that a machine that slows down for a while slows every
-length alike; the first pass warms up (kernels compile, buffers grow) and is not counted."""
+"""Passes over all lengths, as many as there is time for. Interleaved, so that a machine that slows
+down for a while slows every length alike; the first pass warms up (kernels compile, buffers grow)
+and is not counted."""
+_FEWEST_SWEEPS = 2
+_BASE_SHARE = 0.6
+"""The share of the time that goes to one row at a small depth."""
 _BASE_DEPTH, _DEEP = 64, 1024
 
 
@@ -35,44 +39,62 @@ def calibrate(
     *,
     longest: int | None = None,
     max_rows: int = 1,
-    budget_seconds: float = 6.0,
+    budget_seconds: float = 4.0,
 ) -> CostCurves:
     """Time rounds of this target and drafter on this device, for a few seconds.
 
-    One row is measured at every length up to `longest` (fewer beyond 8), then, while the time
-    budget lasts, a deep context and wider batches.
+    One row is measured at every length up to `longest`, or at some of them where rounds are slow
+    or many; then, while there is time, a deep context and wider batches. Kernels that have to be
+    compiled first take their own time on top.
 
     Args:
         target: the target, with its weights loaded.
         drafter: what guesses; `FreeDrafter` stands in for one that searches text.
         longest: the longest draft of interest; the drafter's block if None.
         max_rows: the widest batch of interest.
-        budget_seconds: no further point is begun after this much time.
+        budget_seconds: about how long it may take.
     """
     began = time.perf_counter()
     top = drafter.max_block if longest is None else min(longest, drafter.max_block)
     meter = _Meter(target, drafter, 1, _BASE_DEPTH)
-    points = meter.points([0, *_ladder(top)])
+    seconds = meter.once([0, top])
+    lengths = _thinned(_ladder(top), int(budget_seconds * _BASE_SHARE / _least_time(seconds)))
+    points = meter.points(lengths, budget_seconds * _BASE_SHARE)
+    seconds = points[-1].seconds
 
-    def left() -> float:
-        return budget_seconds - (time.perf_counter() - began)
+    def affordable(seconds: float, prefill: float = 0.0) -> bool:
+        left = budget_seconds - (time.perf_counter() - began)
+        return prefill + _least_time(seconds) < left
 
-    deep_seconds = meter.prefill_seconds * _DEEP / _BASE_DEPTH
-    if target.info.context_window > 2 * _DEEP and deep_seconds < left() / 2:
-        points += _Meter(target, drafter, 1, _DEEP).points([0, top])
-    rows = 2
-    while rows <= max_rows and left() > 0:
-        points += _Meter(target, drafter, rows, _BASE_DEPTH).points(
-            sorted({0, 1, (top + 1) // 2, top})
-        )
+    deep_prefill = meter.prefill_seconds * _DEEP / _BASE_DEPTH
+    if target.info.context_window > 2 * _DEEP and affordable(2 * seconds, deep_prefill):
+        points += _Meter(target, drafter, 1, _DEEP).points([0, top], 0.0)
+    rows, some = 2, sorted({0, 1, (top + 1) // 2, top})
+    while rows <= max_rows and affordable(len(some) * seconds * rows):
+        points += _Meter(target, drafter, rows, _BASE_DEPTH).points(some, 0.0)
         rows *= 2
     return CostCurves(points)
 
 
+def _least_time(seconds: float) -> float:
+    """What measuring a round that takes so long takes at least."""
+    return seconds * _FEWEST_SWEEPS * (_ROUNDS + 1)
+
+
 def _ladder(top: int) -> list[int]:
-    """1..8 one by one, then ever coarser, ending with `top`."""
-    steps = [n for n in (*range(1, 9), 10, 12, 15, 20, 24, 32) if n < top]
+    """0..8 one by one, then ever coarser, ending with `top`."""
+    steps = [n for n in (*range(9), 10, 12, 15, 20, 24, 32) if n < top]
     return [*steps, top]
+
+
+def _thinned(lengths: list[int], most: int) -> list[int]:
+    """About as many lengths as `most`, at least three, spread evenly; with both ends and 1."""
+    count = max(3, most)
+    if len(lengths) <= count:
+        return lengths
+    last = len(lengths) - 1
+    chosen = {round(last * index / (count - 1)) for index in range(count)} | {1}
+    return [lengths[index] for index in sorted(chosen)]
 
 
 class _Dial(FixedLength):
@@ -106,10 +128,20 @@ class _Meter:
             self._batch.join(prefill)
         self.prefill_seconds = (time.perf_counter() - started) / rows
 
-    def points(self, lengths: Sequence[int]) -> list[RoundCost]:
+    def once(self, lengths: Sequence[int]) -> float:
+        """Mean seconds of a round of these lengths, warmed up."""
+        for length in lengths:
+            self._rounds(length)
+        taken = [min(self._rounds(length)) for length in lengths]
+        return sum(taken) / len(taken)
+
+    def points(self, lengths: Sequence[int], budget_seconds: float) -> list[RoundCost]:
         """The cost of each length: a lower quartile, since noise only ever adds."""
+        began = time.perf_counter()
         seconds: dict[int, list[float]] = {length: [] for length in lengths}
         for sweep in range(_SWEEPS):
+            if sweep >= _FEWEST_SWEEPS and time.perf_counter() - began > budget_seconds:
+                break
             for length in lengths:
                 taken = self._rounds(length)
                 if sweep:
@@ -120,12 +152,16 @@ class _Meter:
         ]
 
     def _rounds(self, length: int) -> list[float]:
-        """Two rounds of a length; the first after a change of length only fills the pipeline."""
+        """Seconds of rounds of a length. The first after a change is not counted: it is a plain one
+        that was launched ahead, or one that fills the pipeline."""
         self._dial.length = length
-        for _ in range(3 if length == 0 else 2):
+        for _ in range(_ROUNDS + 1):
             self._batch.step()
         taken, self._dial.seconds = self._dial.seconds, []
-        return taken[1:] if length == 0 else taken
+        return taken[1:]
+
+
+_ROUNDS = 2
 
 
 class _NoState:

@@ -19,6 +19,9 @@ import mlx.core as mx
 from spec_core._buffers import room, same_kind, scatter, shrunk
 from spec_core.errors import InvalidValueError, SeamError
 
+_STEP = 256
+"""Where attention reads lengths in steps: the smallest step."""
+
 Quantized = tuple[mx.array, mx.array, mx.array]
 """Packed integers, scales and biases, as `mx.quantize` gives them."""
 
@@ -30,14 +33,16 @@ class RowClock:
         lengths: committed positions of each row.
         provisional: columns of the forward that is not committed yet (0: none).
         valid: how many of those are real, for each row.
+        stepped: attention reads lengths in steps only, see `reads`.
     """
 
-    __slots__ = ("_positions", "lengths", "provisional", "valid")
+    __slots__ = ("_positions", "lengths", "provisional", "stepped", "valid")
 
     def __init__(self, rows: int, start: int = 0) -> None:
         self.lengths = [start] * rows
         self.provisional = 0
         self.valid: list[int] = [0] * rows
+        self.stepped = _plans_by_length()
         self._positions: tuple[list[int], int, mx.array] | None = None
 
     @property
@@ -51,6 +56,19 @@ class RowClock:
     @property
     def longest(self) -> int:
         return max(self.lengths, default=0)
+
+    def reads(self, columns: int) -> int:
+        """Slots that a forward of `columns` columns attends to, from the first on.
+
+        MLX's CUDA attention over several queries makes a plan for each new number of keys (40 ms
+        on an H200), so there the number goes up in steps of an eighth or so, and a mask hides the
+        slots behind the rows. A single query needs no plan.
+        """
+        end = self.longest + columns
+        if columns == 1 or not self.stepped:
+            return end
+        step = max(_STEP, (1 << end.bit_length()) >> 4)
+        return -(-end // step) * step
 
     def begin(self, columns: int, valid: Sequence[int] | None = None) -> None:
         """Open a provisional forward of `columns` columns. Raises SeamError if one is open."""
@@ -117,6 +135,10 @@ class RowClock:
         self.valid = [0] * self.rows
 
 
+def _plans_by_length() -> bool:
+    return mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
+
+
 class Plane:
     """One array of B rows and S positions, [R, heads, S, dim], with R >= B and room to grow.
 
@@ -131,16 +153,16 @@ class Plane:
         self.limit = limit
 
     def write(self, new: mx.array, clock: RowClock) -> mx.array:
-        """Write [B, heads, T, dim] at each row's length; gives [B, heads, longest + T, dim]."""
+        """Write [B, heads, T, dim] at each row's length; gives [B, heads, reads(T), dim]."""
         rows, _, columns, _ = new.shape
-        end = clock.longest + columns
-        buffer = room(self.array, new, rows, end)
+        end, reads = clock.longest + columns, clock.reads(columns)
+        buffer = room(self.array, new, rows, reads)
         if clock.uniform:
             buffer[:rows, :, end - columns : end] = new
         else:
             buffer = scatter(buffer, new, clock.positions(columns))
         self.array = buffer
-        return buffer[:rows, :, :end]
+        return buffer[:rows, :, :reads]
 
     def select(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Rows whose slot changes are lifted out as evaluated copies, then set down."""
@@ -205,7 +227,7 @@ class RowStore(Generic[_Stored]):
 
     def append(self, keys: mx.array, values: mx.array) -> tuple[_Stored, _Stored]:
         """Write [B, heads, T, dim] columns at each row's length; returns both buffers up to the
-        longest row's end, [B, heads, max(lengths) + T, dim]. Lengths stay; see RowClock."""
+        longest row's end, [B, heads, clock.reads(T), dim]. Lengths stay; see RowClock."""
         raise NotImplementedError
 
     def select(self, rows: Sequence[int]) -> None:
@@ -304,12 +326,18 @@ def causal_mask(
     """Who sees whom: column t of row b sees positions 0..lengths[b]+t, of them the newest
     `window` if there is one.
 
-    Returns None (a single column, all rows alike), "causal" (all rows alike) or a boolean
-    [B, 1, columns, end] mask.
+    Args:
+        clock: the rows' lengths.
+        columns: T of the forward.
+        end: slots attended to, as `clock.reads(columns)`.
+        window: None for full attention.
+
+    Returns None (a single column, all rows alike), "causal" (all rows alike, and no slot lies
+    behind them) or a boolean [B, 1, columns, end] mask.
     """
-    if window is not None and end <= window:
+    if window is not None and clock.longest + columns <= window:
         window = None
-    if clock.uniform and window is None:
+    if clock.uniform and window is None and end == clock.longest + columns:
         return None if columns == 1 else "causal"
     return boolean_mask(clock, columns, end, window)
 

@@ -81,7 +81,7 @@ class Ring:
 
     def width(self, columns: int) -> int:
         """How many slots hold something after a forward that is written at once."""
-        return min(self.capacity, self.clock.longest + columns)
+        return min(self.capacity, self.clock.reads(columns))
 
     def gather(self, columns: int) -> Gather:
         """What a forward that is not written at once attends to; worked out once a forward."""
@@ -109,7 +109,9 @@ class Ring:
 
     def _mask(self, columns: int, window: int, as_array: bool) -> mx.array | str | None:
         clock = self.clock
-        if clock.uniform and clock.longest + columns <= window and not (as_array and columns > 1):
+        end = clock.longest + columns
+        bare = end <= window and self.width(columns) == end
+        if clock.uniform and bare and not (as_array and columns > 1):
             return None if columns == 1 else "causal"
         slots = self._held(columns) if self.at_once(columns) else self.gather(columns).positions
         query = clock.positions(columns)[: slots.shape[0], None, :, None]

@@ -98,7 +98,7 @@ class Frame:
         """The mask over left-aligned rows, as spec_core.kv.causal_mask; built once a forward."""
         key = (columns, as_array, window)
         if key not in self._masks:
-            end = self.clock.longest + columns
+            end = self.clock.reads(columns)
             make = boolean_mask if as_array and columns > 1 else causal_mask
             self._masks[key] = make(self.clock, columns, end, window)
         return self._masks[key]

@@ -1,0 +1,68 @@
+"""Calibration: the points that are measured, not how long they took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from spec_core import CostCurves, FreeDrafter, RowOutcome, calibrate
+from spec_core.calibrate import _ladder, _Meter, _thinned
+from spec_core.testing import NoisyOracle, TinyDrafter, TinyTarget
+
+TARGET = TinyTarget()
+
+
+def lengths(curves: CostCurves, rows: int) -> list[int]:
+    shallow = min(point.depth for point in curves.points)
+    return [p.length for p in curves.points if (p.rows, p.depth) == (rows, shallow)]
+
+
+def test_every_length_of_a_short_block_is_measured() -> None:
+    curves = calibrate(TARGET, TinyDrafter(TARGET, max_block=4), budget_seconds=10.0)
+    assert lengths(curves, 1) == [0, 1, 2, 3, 4]
+    assert curves.max_length == 4
+    assert all(point.seconds > 0 for point in curves.points)
+
+
+def test_wider_batches_are_measured_at_some_lengths() -> None:
+    drafter = NoisyOracle(TARGET, 0.5, max_block=6)
+    curves = calibrate(TARGET, drafter, max_rows=5, budget_seconds=10.0)
+    assert sorted({point.rows for point in curves.points}) == [1, 2, 4]
+    assert lengths(curves, 4) == [0, 1, 3, 6]
+
+
+def test_longest_caps_the_block() -> None:
+    assert calibrate(TARGET, FreeDrafter(32), longest=3, budget_seconds=1.0).max_length == 3
+
+
+@pytest.mark.parametrize("budget", [0.0, 1e-3])
+def test_without_time_a_few_lengths_are_measured_all_the_same(budget: float) -> None:
+    curves = calibrate(TARGET, FreeDrafter(32), max_rows=8, budget_seconds=budget)
+    assert lengths(curves, 1) == [0, 1, 7, 32]
+    assert lengths(curves, 2) == []
+
+
+@pytest.mark.parametrize("top", [1, 2, 7, 8, 9, 15, 32])
+@pytest.mark.parametrize("most", [0, 3, 5, 8, 100])
+def test_thinned_lengths_keep_both_ends_and_one(top: int, most: int) -> None:
+    whole = _ladder(top)
+    kept = _thinned(whole, most)
+    assert set(kept) <= set(whole)
+    assert kept == sorted(set(kept))
+    assert {0, 1, top} <= set(kept)
+    assert len(kept) <= max(4, most + 1)
+
+
+def test_a_length_is_timed_by_rounds_of_that_length() -> None:
+    meter = _Meter(TARGET, NoisyOracle(TARGET, 0.5, max_block=6), 1, 8)
+    observed: list[int] = []
+    record = meter._dial.observe
+
+    def observe(outcomes: Sequence[RowOutcome], seconds: float) -> None:
+        record(outcomes, float(outcomes[0].drafted))
+
+    meter._dial.observe = observe  # type: ignore[method-assign]
+    for length in (0, 3, 6, 1, 0, 0, 6):
+        observed += meter._rounds(length)
+    assert observed == [0, 0, 3, 3, 6, 6, 1, 1, 0, 0, 0, 0, 6, 6]
