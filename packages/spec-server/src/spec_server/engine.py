@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,17 @@ from spec_server.errors import ContextLengthError, GrammarError, MemoryLimitErro
 from spec_server.grammar import AnswerGrammar, GrammarCompiler, GrammarConstraint
 from spec_server.job import Event, Job, Sink
 from spec_server.limits import Limits
-from spec_server.loading import Bits, DType, Facts, Loaded, LoadOptions, Mode, load
+from spec_server.loading import (
+    DEFAULT_MAX_DRAFT,
+    Bits,
+    DType,
+    Facts,
+    Loaded,
+    LoadOptions,
+    MaxDraft,
+    Mode,
+    load,
+)
 from spec_server.memory import MemoryBudget
 from spec_server.results import Chunk, Completion
 from spec_server.scheduler import Models
@@ -171,7 +181,7 @@ class Engine:
         *,
         drafter: str | Path | None = None,
         mode: Mode = "auto",
-        max_draft: int | None = None,
+        max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
         lookup_drafts: bool = False,
         confidence_threshold: float | None = None,
         dtype: DType | None = None,
@@ -180,6 +190,7 @@ class Engine:
         trust_remote_code: bool = False,
         limits: Limits | None = None,
         prefix_cache: CacheOptions | None = None,
+        announce: Callable[[str], None] | None = None,
     ) -> Engine:
         """Load a target and what drafts for it, on the engine's own thread.
 
@@ -188,7 +199,9 @@ class Engine:
             drafter: a local folder or a hub id; None: the one that is known for this target.
             mode: what drafts. "auto" takes the drafter that was given or is known, and lookup
                 where there is none or it does not fit, which `facts.labels.fallbacks` then says.
-            max_draft: cap on guesses a round; None: the drafter's whole block.
+            max_draft: cap on guesses a round; None: the drafter's whole block; "auto": the
+                length with the most tokens a second, from round times that are measured once on
+                this device (a few seconds) and from live acceptance.
             lookup_drafts: let a hit of the lookup replace the drafter's guesses.
             confidence_threshold: cut a draft before the first guess below it, in (0, 1].
             dtype: of the target's weights and activations; None: see `loading.default_dtype`.
@@ -198,6 +211,7 @@ class Engine:
             limits: how much runs at once.
             prefix_cache: keep what prompts computed, so that a prompt that begins as an earlier
                 one did resumes where the two part; None computes every prompt anew.
+            announce: told, in a sentence, what takes a while; called on the engine's thread.
 
         Raises:
             SpecError: a model or an option is not usable; the message says which and why.
@@ -218,7 +232,7 @@ class Engine:
         made: list[Loaded] = []
 
         def on_worker() -> Models:
-            made.append(load(options))
+            made.append(load(options, max_rows=limits.max_batch, announce=announce))
             return made[0].models
 
         cache = None if prefix_cache is None else _open(prefix_cache)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from spec_core import Request, RowOutcome, Statistics, TokenLogprob
+from spec_core import DraftPolicy, Request, RowOutcome, Statistics, TokenLogprob
 from spec_server.errors import GrammarError
 from spec_server.grammar import GrammarConstraint
 from spec_server.results import AnswerStatistics, Chunk, Completion, FinishReason
@@ -23,11 +23,16 @@ Sink = Callable[[Event], None]
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """How the engine's answers are drafted, for their statistics."""
+    """How the engine's answers are drafted, for their statistics.
+
+    Attributes:
+        policy: how far it drafts, its text says where it stands; None where nothing drafts.
+    """
 
     mode: str
     drafter: str | None = None
     fallbacks: tuple[str, ...] = ()
+    policy: DraftPolicy | None = None
 
 
 @dataclass(slots=True)
@@ -162,7 +167,16 @@ class Job:
             cache_stopped_at=self._reuse.stopped_at,
             cache_stopped=self._reuse.stopped,
             fallbacks=(*self.labels.fallbacks, *self._notes),
+            max_draft=_max_draft(self.labels, self.request),
         )
+
+
+def _max_draft(labels: Labels, request: Request) -> str:
+    """The policy's text, and the request's own cap."""
+    if labels.policy is None:
+        return "0"
+    cap = "" if request.max_draft is None else f", at most {request.max_draft}"
+    return f"{labels.policy}{cap}"
 
 
 def _joined(first: Segment, rest: Segment) -> Segment:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from spec_cache import Namespace
 from spec_core import (
@@ -26,10 +27,20 @@ from spec_server.job import Labels
 from spec_server.scheduler import Models
 from spec_server.text import Tokeniser
 
+if TYPE_CHECKING:
+    from spec_server.calibration import Announce, Measured
+
+_log = logging.getLogger("spec_server")
+
 Mode = Literal["auto", "dspark", "dflash", "eagle3", "lookup", "baseline"]
 DType = Literal["float32", "float16", "bfloat16"]
 Bits = Literal[4, 8]
 
+MaxDraft = int | Literal["auto"] | None
+"""A cap on guesses a round; None: the drafter's whole block; "auto": the length with the most
+tokens a second, from measured costs and live acceptance."""
+
+DEFAULT_MAX_DRAFT: MaxDraft = None
 DRAFTER_BITS_ON_GPU: Bits = 4
 
 
@@ -44,7 +55,7 @@ class LoadOptions:
     model: str
     drafter: str | None = None
     mode: Mode = "auto"
-    max_draft: int | None = None
+    max_draft: MaxDraft = DEFAULT_MAX_DRAFT
     lookup_drafts: bool = False
     confidence_threshold: float | None = None
     dtype: DType | None = None
@@ -69,7 +80,20 @@ class LoadOptions:
                 self.confidence_threshold,
                 f"left out in mode {self.mode}, which scores no guesses",
             )
-        policy(self)
+        if isinstance(self.max_draft, str):
+            self._check_auto(self.max_draft)
+        else:
+            policy(self)
+
+    def _check_auto(self, max_draft: str) -> None:
+        if max_draft != "auto":
+            raise InvalidValueError("max_draft", max_draft, 'a whole number, None, or "auto"')
+        if self.confidence_threshold is not None:
+            raise InvalidValueError(
+                "confidence_threshold",
+                self.confidence_threshold,
+                "left out with max_draft auto, which chooses the length itself",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,19 +171,26 @@ class DrafterParts:
         drafter: None decodes plainly.
         source: folder or id of the drafter's model, or None.
         fallbacks: one sentence each.
+        path: the drafter's files, or None.
     """
 
     drafter: Drafter | None
     source: str | None = None
     fallbacks: tuple[str, ...] = ()
+    path: Path | None = None
 
     @property
     def mode(self) -> str:
         return "baseline" if self.drafter is None else self.drafter.name
 
 
-def load(options: LoadOptions) -> Loaded:
+def load(options: LoadOptions, *, max_rows: int = 1, announce: Announce | None = None) -> Loaded:
     """Load a target, its tokenizer and what drafts for it.
+
+    Args:
+        options: what, and how to draft.
+        max_rows: the most requests that will be decoded together.
+        announce: told, in a sentence, what takes a while.
 
     Raises:
         SpecError: something is missing, damaged or does not fit; a sentence says what.
@@ -170,9 +201,14 @@ def load(options: LoadOptions) -> Loaded:
     tokeniser = Tokeniser.load(folder, trust_remote_code=options.trust_remote_code)
     drafting = load_drafter_parts(options, parts, choice)
     drafter = drafting.drafter
+    if options.max_draft == "auto":
+        measured = measure_rounds(options, parts, drafting, max_rows=max_rows, announce=announce)
+        drafts, notes = measured.policy(), (*drafting.fallbacks, *measured.notes)
+    else:
+        drafts, notes = policy(options), drafting.fallbacks
     facts = Facts(
         model=options.model,
-        labels=Labels(drafting.mode, drafting.source, drafting.fallbacks),
+        labels=Labels(drafting.mode, drafting.source, notes, drafts if drafter else None),
         context_window=parts.target.info.context_window,
         dtype=parts.dtype,
         max_block=0 if drafter is None else drafter.max_block,
@@ -185,7 +221,7 @@ def load(options: LoadOptions) -> Loaded:
         quantisation=f"{parts.dtype}, drafter {options.drafter_bits}",
         kv_bits=options.kv_bits,
     )
-    return Loaded(Models(parts.target, drafter, policy(options)), tokeniser, facts, namespace)
+    return Loaded(Models(parts.target, drafter, drafts), tokeniser, facts, namespace)
 
 
 def recommended_sampling(folder: Path) -> SamplingParams:
@@ -218,14 +254,49 @@ def fingerprint(path: Path) -> str:
 
 
 def policy(options: LoadOptions) -> DraftPolicy:
-    """How far to draft.
+    """How far to draft, where that is fixed.
 
     Raises:
-        InvalidValueError: the length or the threshold is out of range.
+        InvalidValueError: the length or the threshold is out of range, or the length is "auto".
     """
+    length = options.max_draft
+    if isinstance(length, str):
+        raise InvalidValueError("max_draft", length, "a fixed length here")
     if options.confidence_threshold is not None:
-        return ConfidenceThreshold(options.confidence_threshold, options.max_draft)
-    return FixedLength(options.max_draft)
+        return ConfidenceThreshold(options.confidence_threshold, length)
+    return FixedLength(length)
+
+
+def measure_rounds(
+    options: LoadOptions,
+    parts: TargetParts,
+    drafting: DrafterParts,
+    *,
+    max_rows: int = 1,
+    announce: Announce | None = None,
+) -> Measured:
+    """What `max_draft` "auto" chooses by: measured now, or on this device before.
+
+    Args:
+        options: what the models were loaded with.
+        parts: the target.
+        drafting: what drafts.
+        max_rows: the most requests that will be decoded together.
+        announce: told before a measurement begins.
+    """
+    from spec_server.calibration import measure, subject_of
+
+    subject = subject_of(
+        parts.folder,
+        drafting.path,
+        {
+            "dtype": parts.dtype,
+            "kv_bits": options.kv_bits,
+            "drafter_bits": _drafter_bits(options),
+        },
+    )
+    said = announce or _log.info
+    return measure(parts.target, drafting.drafter, subject, max_rows=max_rows, announce=said)
 
 
 def locate_target(options: LoadOptions) -> Path:
@@ -307,7 +378,7 @@ def load_drafter_parts(
         return DrafterParts(Lookup(), None, (_by_lookup(error),))
     if options.lookup_drafts:
         drafter = with_lookup(drafter)
-    return DrafterParts(drafter, choice.source)
+    return DrafterParts(drafter, choice.source, path=choice.path)
 
 
 def _trained(options: LoadOptions, target_folder: Path) -> DrafterChoice:

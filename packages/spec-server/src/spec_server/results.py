@@ -34,6 +34,8 @@ class AnswerStatistics:
         cache_stopped_at: the first position of the prompt that was never stored.
         cache_stopped: why reuse ended, in a word ("off" without a cache).
         fallbacks: what was asked for and is not done, one sentence each.
+        max_draft: how far it drafts: "full", a number, "auto: 7" (the length at the end), or
+            "auto: parked" where plain decoding is faster; "0" where nothing drafts.
     """
 
     mode: str
@@ -52,6 +54,7 @@ class AnswerStatistics:
     cache_stopped_at: int = 0
     cache_stopped: str = "off"
     fallbacks: tuple[str, ...] = ()
+    max_draft: str = "0"
 
 
 @dataclass(frozen=True, slots=True)

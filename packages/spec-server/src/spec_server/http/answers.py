@@ -316,6 +316,7 @@ def statistics(plan: Plan, choices: Sequence[Choice]) -> dict[str, Any]:
     return {
         "mode": first.mode,
         "drafter": first.drafter,
+        "max_draft": first.max_draft,
         "rounds": rounds,
         "drafted": sum(s.drafted for s in seen),
         "accepted": accepted,

@@ -206,9 +206,20 @@ def _same(loc: tuple[int | str, ...], other: tuple[int | str, ...]) -> bool:
 
 
 def _wanted(message: str) -> str:
-    for lead in ("Input should be ", "Value error, "):
-        message = message.removeprefix(lead)
+    for lead, instead in _LEADS.items():
+        if message.startswith(lead):
+            return instead + message.removeprefix(lead)
     return message[:1].lower() + message[1:]
+
+
+_LEADS = {
+    "Input should be ": "",
+    "Value error, ": "",
+    "String should have ": "a text with ",
+    "List should have ": "a list with ",
+    "Dictionary should have ": "an object with ",
+}
+"""How pydantic's sentences begin, and what stands behind "it must be" instead."""
 
 
 def field_path(loc: tuple[int | str, ...]) -> str:
