@@ -28,6 +28,14 @@ def copy(folder: Path, name: str, edit: Edit | None = None) -> Path:
     return folder
 
 
+def both(*edits: Edit) -> Edit:
+    def edit(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
+        for one in edits:
+            one(config, tensors)
+
+    return edit
+
+
 def configured(**changes: Any) -> Edit:
     """Set these config keys; None removes one."""
 

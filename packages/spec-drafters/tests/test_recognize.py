@@ -247,8 +247,6 @@ REFUSED = {
     "embedded": ({"dspark_block_size": 7, "block_size": None}, "full model with an embedded"),
     "deepseek": ({"model_type": "deepseek_v4"}, "whole target model"),
     "as-deep-as-the-target": ({"num_target_layers": 3}, "whole target model"),
-    "dflash2": ({"architectures": ["DFlash2DraftModel"]}, "^DFlash 2: "),
-    "selector": ({"dflash_config": {"selector_rank": 256}}, "^DFlash 2: "),
     "eagle3": (
         {"architectures": ["LlamaForCausalLMEagle3"]},
         "^EAGLE3 in another layout: .* names LlamaForCausalLMEagle3",
@@ -279,11 +277,9 @@ def test_packagings_refused_by_name(tmp_path: Path, case: str, load: Load) -> No
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (("candidate_selector.predecessor_codebook", 300, 8), "^DFlash 2: "),
         (("layers.0.self_attn.q_proj.weight", 128, 128), "^EAGLE3 in another layout: "),
         (("layers.0.self_attn.q_proj.weight", 256, 64), r"gated attention \(Qwen3\.5 layers\)"),
         (("layers.0.self_attn.attention_sink_bias", 4), "attention sinks"),
-        (("mask_embedding", 64), "mask_embedding"),
         (("hidden_correction.weight", 64), "hidden_correction"),
         (("layers.0.self_attn.q_proj.weight_scale", 1), "quantised weights"),
     ],
@@ -309,12 +305,6 @@ def test_packagings_refused_by_their_tensors(
             "positions of type 'dynamic'",
         ),
         ("dflash_qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
-        ("hybrid_dflash_markov", {}, "does not say which slot predicts first"),
-        (
-            "hybrid_dflash_markov",
-            {"sample_from_anchor": False, "markov_head_type": "rnn"},
-            "rnn Markov head behind a silent anchor",
-        ),
         ("dflash_qwen3", {"dflash_config": {"projector_type": "x"}}, "projector_type 'x'"),
     ],
 )

@@ -18,7 +18,7 @@ from spec_drafters.spec import BlockSpec, EagleSpec, LayerAttention
 from spec_drafters.speculators import first_slot
 
 from . import reference
-from .checkpoints import Edit, copy, first_drafts
+from .checkpoints import Edit, both, copy, first_drafts
 from .helpers import Golden, Greedy
 
 LAYER_KEYS = {
@@ -69,14 +69,6 @@ def speculators(algorithm: str, tokens: int | None = None, **changes: Any) -> Ed
         }
         for name in [name for name, value in changes.items() if value is None]:
             del config[name]
-
-    return edit
-
-
-def both(*edits: Edit) -> Edit:
-    def edit(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
-        for one in edits:
-            one(config, tensors)
 
     return edit
 

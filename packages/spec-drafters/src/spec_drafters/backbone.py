@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from spec_core.kv import KVRows
+from spec_core.kv import KVRows, RowClock
 from spec_drafters.linear import Weights
 from spec_drafters.rope import Offset, Rotary
-from spec_drafters.spec import BlockSpec, DrafterSpec, LayerAttention
+from spec_drafters.spec import BlockSpec, Convolution, DrafterSpec, LayerAttention
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -28,22 +28,31 @@ class Sight:
     lengths[b] on; what lies beyond is stale and must not be seen.
     """
 
-    def __init__(self, lengths: Sequence[int], slots: int) -> None:
-        self._lengths = lengths
+    def __init__(self, clock: RowClock, slots: int) -> None:
+        self._lengths = clock.lengths
         self._slots = slots
-        self._uniform = len(set(lengths)) == 1
-        self._end = max(lengths) + slots
+        self._uniform = clock.uniform
+        self._end = clock.reads(slots)
+        self._bare = self._end == clock.longest + slots
+        self._stepped = clock.stepped
+        self._masks: dict[tuple[LayerAttention, int, int], mx.array | None] = {}
 
     def first(self, attention: LayerAttention) -> int:
         """The first column that any slot of any row sees."""
-        if attention.window is None:
+        if attention.window is None or self._stepped:
             return 0
         return max(0, min(self._lengths) - attention.window + 1)
 
     def mask(self, attention: LayerAttention, queries: slice) -> mx.array | None:
-        """[B or 1, 1, queries or 1, columns from `first` on], or None: all see all."""
+        """[B or 1, 1, queries or 1, columns from `first` on], or None: all see all. Made once."""
+        key = (attention, queries.start, queries.stop)
+        if key not in self._masks:
+            self._masks[key] = self._mask(attention, queries)
+        return self._masks[key]
+
+    def _mask(self, attention: LayerAttention, queries: slice) -> mx.array | None:
         limited = attention.causal or attention.window is not None
-        if self._uniform and not limited:
+        if self._uniform and self._bare and not limited:
             return None
         lengths = self._lengths[:1] if self._uniform else self._lengths
         row = mx.array(list(lengths), dtype=mx.int32)[:, None, None, None]
@@ -192,6 +201,65 @@ def _geglu(gate: mx.array, up: mx.array) -> mx.array:
     return 0.5 * gate * (1 + mx.tanh(inner)) * up
 
 
+class GroupedConvolution:
+    """DFlash 2: a causal convolution over slots, before and behind a sublayer; the kernel of a
+    slot is a base and a correction for each group of features, read off the sublayer's input."""
+
+    def __init__(self, convolution: Convolution, weights: Weights) -> None:
+        self._group = convolution.group
+        self._base = weights.vector("base_kernel")
+        self._correct = weights.linear("kernel_projection")
+
+    def kernels(self, x: mx.array) -> mx.array:
+        """[B, T, H] to [B, T, 2, width, groups, group]: before the sublayer, and behind it."""
+        sides, width, hidden = self._base.shape
+        groups = hidden // self._group
+        moved = self._correct(x).reshape(*x.shape[:2], sides, width, groups, 1)
+        return moved + self._base.reshape(sides, width, groups, self._group)
+
+    def __call__(self, x: mx.array, kernels: mx.array) -> mx.array:
+        """[B, T, H] with the kernels [B, T, width, groups, group] of their slots."""
+        rows, slots, hidden = x.shape
+        values = x.reshape(rows, slots, hidden // self._group, self._group)
+        out = values * kernels[:, :, 0]
+        for back in range(1, kernels.shape[2]):
+            shifted = mx.pad(values[:, :-back], [(0, 0), (back, 0), (0, 0), (0, 0)])
+            out = out + shifted * kernels[:, :, back]
+        return out.reshape(x.shape)
+
+
+class ConvolvedLayer:
+    """DFlash 2's: Qwen3's layer with a convolution around each sublayer."""
+
+    def __init__(
+        self, spec: BlockSpec, layer: int, weights: Weights, projector: KeyValueProjector
+    ) -> None:
+        assert spec.convolution is not None
+        self._eps = spec.norm_eps
+        self._attention = Attention(spec, layer, weights.under("self_attn."), projector)
+        self._mlp = Mlp(spec, weights.under("mlp."))
+        self._around_attention = GroupedConvolution(
+            spec.convolution, weights.under("attention_conv.")
+        )
+        self._around_mlp = GroupedConvolution(spec.convolution, weights.under("mlp_conv."))
+        self._before = weights.vector("input_layernorm.weight")
+        self._between = weights.vector("post_attention_layernorm.weight")
+
+    def __call__(self, hidden: mx.array, run: Pass, queries: slice) -> mx.array:
+        """[B, T, H] to [B, queries, H]. A slot's output depends on the slots before it."""
+        upto = slice(0, queries.stop)
+        normed = mx.fast.rms_norm(hidden, self._before, self._eps)
+        convolve = self._around_attention
+        kernels = convolve.kernels(normed)
+        attended = self._attention(convolve(normed, kernels[:, :, 0]), run, upto)
+        hidden = hidden[:, upto] + convolve(attended, kernels[:, upto, 1])
+        normed = mx.fast.rms_norm(hidden, self._between, self._eps)
+        convolve = self._around_mlp
+        kernels = convolve.kernels(normed)
+        inner = self._mlp(convolve(normed, kernels[:, :, 0]))
+        return (hidden + convolve(inner, kernels[:, :, 1]))[:, queries]
+
+
 class Qwen3Layer:
     """Norm, attention, norm, MLP, each added to the residual."""
 
@@ -237,11 +305,19 @@ class Gemma4Layer:
         return mx.fast.rms_norm(x, weight, self._eps)
 
 
+def _layer_kind(
+    spec: BlockSpec,
+) -> type[Qwen3Layer] | type[Gemma4Layer] | type[ConvolvedLayer]:
+    if spec.convolution is not None:
+        return ConvolvedLayer
+    return Qwen3Layer if spec.backbone == "qwen3" else Gemma4Layer
+
+
 class BlockBackbone:
     """Context projection and block forward of one drafter."""
 
     def __init__(self, spec: BlockSpec, weights: Weights) -> None:
-        kind = Qwen3Layer if spec.backbone == "qwen3" else Gemma4Layer
+        kind = _layer_kind(spec)
         self._eps = spec.norm_eps
         self._dtype = weights.precision.dtype
         self._fuse = weights.linear("fc")

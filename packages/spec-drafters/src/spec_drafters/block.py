@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -12,6 +14,7 @@ from spec_drafters.backbone import BlockBackbone
 from spec_drafters.block_state import BlockState
 from spec_drafters.heads import (
     BlockEmbedding,
+    CandidateSelector,
     ConfidenceHead,
     Head,
     MarkovHead,
@@ -19,7 +22,8 @@ from spec_drafters.heads import (
     token_ids,
 )
 from spec_drafters.linear import Weights
-from spec_drafters.spec import BlockSpec
+from spec_drafters.picks import Picks
+from spec_drafters.spec import BlockSpec, FirstSlot
 
 
 class BlockDrafter:
@@ -42,6 +46,9 @@ class BlockDrafter:
         self.confidence: ConfidenceHead | None = None
         if spec.confidence is not None:
             self.confidence = ConfidenceHead(spec.confidence, weights)
+        self.selector: CandidateSelector | None = None
+        if spec.selector is not None:
+            self.selector = CandidateSelector(spec.selector, weights)
         self._token_ids = token_ids(spec, weights)
         assert not weights.left(), f"no part of the model took {weights.left()}"
 
@@ -60,6 +67,18 @@ class BlockDrafter:
     @property
     def needs_host_tokens(self) -> bool:
         return False
+
+    @property
+    def _silent(self) -> int:
+        """Slots before the first predicting one whose hidden states are read nevertheless."""
+        recurrent = self.spec.markov is not None and self.spec.markov.kind == "rnn"
+        return 1 if self.spec.first_slot == 1 and recurrent else 0
+
+    def reading(self, first_slot: FirstSlot) -> BlockDrafter:
+        """The same weights, read under a slot convention."""
+        other = copy(self)
+        other.spec = replace(self.spec, first_slot=first_slot)
+        return other
 
     def new_state(self, rows: int, start: int = 0) -> BlockState:
         return BlockState(self.spec.attention, rows, start)
@@ -98,50 +117,67 @@ class BlockDrafter:
         """
         if not 1 <= count <= self.max_block:
             raise SeamError(f"{self.name} proposes 1 to {self.max_block} tokens, not {count}")
-        return self.guess(self.hidden(state, anchor, count), anchor, chooser)
+        hidden = self.hidden(state, anchor, count)
+        return self.guess(hidden, anchor, chooser)
 
     def hidden(self, state: DrafterState, anchor: mx.array, count: int) -> mx.array:
-        """Final-normed hidden states [B, count, H] of the first `count` predicting slots."""
-        wanted = slice(self.spec.first_slot, self.spec.first_slot + count)
+        """Final-normed hidden states [B, count, H] of the first `count` predicting slots; before
+        them the anchor's, where it is silent but read."""
+        assert self.spec.first_slot is not None
+        first, end = self.spec.first_slot, self.spec.first_slot + count
         run = _held(state).block_pass(self.spec.block_size)
+        wanted = slice(first - self._silent, end)
         return self.backbone.block(self.embedding(anchor), run, wanted)
 
     def guess(self, hidden: mx.array, anchor: mx.array, chooser: Chooser) -> Proposal:
-        """Tokens for predicting slots [B, K, H] whose block opens with anchor [B]."""
+        """Tokens from what `hidden` gave for a block that opens with anchor [B]."""
+        silent, hidden = hidden[:, : self._silent], hidden[:, self._silent :]
         logits = self.head(hidden)
-        if self.markov is not None:
-            return self._chain(self.markov, hidden, logits, anchor, chooser)
-        choice = chooser.draft_block(logits, self._token_ids)
-        confidence = None if self.confidence is None else self.confidence(hidden, [])
-        return self._proposal(choice.tokens, choice.log_q, confidence)
+        picks = Picks(chooser, anchor, self._token_ids)
+        embedded: list[mx.array] = []
+        if self.selector is not None:
+            self._select(self.selector, hidden, logits, picks)
+        elif self.markov is not None:
+            embedded = self._chain(self.markov, silent, hidden, logits, picks)
+        else:
+            choice = chooser.draft_block(logits, self._token_ids)
+            return self._proposal(choice.tokens, choice.log_q, self._scores(hidden, embedded))
+        return self._proposal(picks.tokens, picks.log_q, self._scores(hidden, embedded))
 
     def _chain(
         self,
         markov: MarkovHead,
+        silent: mx.array,
         hidden: mx.array,
         logits: mx.array,
-        anchor: mx.array,
-        chooser: Chooser,
-    ) -> Proposal:
-        """Choose slot by slot, each corrected by the token before it; no wait in between."""
-        prepared = markov.prepare(hidden)
-        previous = anchor
+        picks: Picks,
+    ) -> list[mx.array]:
+        """Choose slot by slot, each corrected by the token before it; gives their Markov rows."""
         carried: mx.array | None = None
-        tokens: list[mx.array] = []
-        log_q: list[mx.array] = []
+        if silent.shape[1]:
+            # An rnn head was trained from slot 0 on, whose previous token is the anchor too.
+            before = markov.prepare(silent)[:, 0]
+            _, carried = markov.step(before, markov.embed(picks.last), carried)
+        prepared = markov.prepare(hidden)
         embedded: list[mx.array] = []
         for slot in range(hidden.shape[1]):
-            embedded.append(markov.embed(previous))
+            embedded.append(markov.embed(picks.last))
             bias, carried = markov.step(prepared[:, slot], embedded[-1], carried)
-            prefix = mx.stack(tokens, axis=1) if tokens else anchor[:, None][:, :0]
-            choice = chooser.draft(logits[:, slot] + bias, slot, prefix, self._token_ids)
-            previous = choice.tokens
-            tokens.append(previous)
-            if choice.log_q is not None:
-                log_q.append(choice.log_q)
-        confidence = None if self.confidence is None else self.confidence(hidden, embedded)
-        stacked = mx.stack(log_q, axis=1) if log_q else None
-        return self._proposal(mx.stack(tokens, axis=1), stacked, confidence)
+            picks.pick(logits[:, slot] + bias)
+        return embedded
+
+    def _select(
+        self, selector: CandidateSelector, hidden: mx.array, logits: mx.array, picks: Picks
+    ) -> None:
+        """Choose slot by slot among each slot's candidates."""
+        projected, candidates = selector.prepare(hidden, logits)
+        for slot in range(hidden.shape[1]):
+            picks.pick(
+                selector.step(projected[:, slot], candidates[:, slot], logits[:, slot], picks.last)
+            )
+
+    def _scores(self, hidden: mx.array, embedded: list[mx.array]) -> mx.array | None:
+        return None if self.confidence is None else self.confidence(hidden, embedded)
 
     def _proposal(
         self, tokens: mx.array, log_q: mx.array | None, confidence: mx.array | None

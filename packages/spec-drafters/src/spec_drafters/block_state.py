@@ -56,7 +56,7 @@ class BlockState:
 
     def block_pass(self, slots: int) -> Pass:
         """For one run of a block of `slots` slots behind every row's context."""
-        return Pass(Sight(self._clock.lengths, slots), self.offset(), self._caches)
+        return Pass(Sight(self._clock, slots), self.offset(), self._caches)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order. Raises SeamError unless they are distinct rows."""

@@ -1,13 +1,13 @@
 """Checkpoints built around z-lab's DFlash: Qwen3-type layers whatever the target.
 
-z-lab's own (embedding and head borrowed, slot 0 silent), the same with a Markov head, and
-SpecForge's DSpark, which keeps DFlash's nested config. Fields of `dflash_config` win over the
-top level.
+z-lab's own (embedding and head borrowed, slot 0 silent), its successor DFlash 2, the same with a
+Markov head, and SpecForge's DSpark, which keeps DFlash's nested config. Fields of `dflash_config`
+win over the top level.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
 
 from spec_drafters.checkpoint import Checkpoint
 from spec_drafters.config import Config
@@ -17,16 +17,22 @@ from spec_drafters.deepspec import (
     read_markov,
     require,
 )
-from spec_drafters.errors import CheckpointError, PackagingError
+from spec_drafters.errors import CheckpointError
 from spec_drafters.rope import read_rope
-from spec_drafters.spec import BlockSpec, LayerAttention
+from spec_drafters.spec import (
+    BlockSpec,
+    Convolution,
+    FirstSlot,
+    LayerAttention,
+    OfTarget,
+    Selector,
+)
 
 ARCHITECTURE = "DFlashDraftModel"
 ZLAB = "z-lab DFlash"
+DFLASH2 = "DFlash 2"
 HYBRID = "DFlash with a Markov head"
 SPECFORGE = "SpecForge DSpark"
-
-FirstSlot = Literal[0, 1]
 
 
 def read_zlab(checkpoint: Checkpoint) -> BlockSpec:
@@ -39,9 +45,27 @@ def read_zlab(checkpoint: Checkpoint) -> BlockSpec:
     return _spec(checkpoint, ZLAB, 1)
 
 
+def read_dflash2(checkpoint: Checkpoint) -> BlockSpec:
+    """DFlash 2: z-lab's slots, convolutions around each sublayer, and a candidate selector.
+
+    Raises: as `read_zlab`.
+    """
+    own, hidden = _own(checkpoint), checkpoint.config.integer("hidden_size")
+    selector = Selector(own.integer("selector_rank"), own.integer("selector_top_k"))
+    convolution = Convolution(own.integer("conv_kernel_size"), own.integer("conv_group_size"))
+    if hidden % convolution.group:
+        raise CheckpointError(
+            f"conv_group_size is {convolution.group}; it must divide hidden_size, {hidden}"
+        )
+    if selector.candidates > checkpoint.config.integer("vocab_size"):
+        raise CheckpointError(f"selector_top_k is {selector.candidates}, above the vocabulary")
+    spec = _spec(checkpoint, DFLASH2, 1)
+    return replace(spec, mode="dflash", selector=selector, convolution=convolution)
+
+
 def read_hybrid(checkpoint: Checkpoint) -> BlockSpec:
-    """DFlash's layers under a Markov head. The file has to tell which slot predicts first, except
-    that a block of 7 or a confidence head marks a DSpark drafter under DFlash's name.
+    """DFlash's layers under a Markov head. Which slot predicts first is known only if the file
+    tells, except that a block of 7 or a confidence head marks a DSpark drafter under DFlash's name.
 
     Raises: as `read_zlab`.
     """
@@ -49,12 +73,6 @@ def read_hybrid(checkpoint: Checkpoint) -> BlockSpec:
     first = _stated_slot(own)
     if first is None and (own.integer("block_size") == 7 or own.flag(_CONFIDENCE, False)):
         first = 0
-    if first is None:
-        raise PackagingError(
-            HYBRID,
-            "it does not say which slot predicts first; add sample_from_anchor to its config: "
-            "true if the anchor's slot does (DSpark), false if the one after it (DFlash)",
-        )
     return _spec(checkpoint, HYBRID, first)
 
 
@@ -68,6 +86,7 @@ def read_specforge(checkpoint: Checkpoint) -> BlockSpec:
 
 
 _CONFIDENCE = "enable_confidence_head"
+_MASK = "mask_embedding"
 
 
 def _own(checkpoint: Checkpoint) -> Config:
@@ -82,18 +101,16 @@ def _stated_slot(own: Config) -> FirstSlot | None:
     return None
 
 
-def _spec(checkpoint: Checkpoint, packaging: str, first_slot: FirstSlot) -> BlockSpec:
+def _spec(checkpoint: Checkpoint, packaging: str, first_slot: FirstSlot | None) -> BlockSpec:
     config, own = checkpoint.config, _own(checkpoint)
     _refuse(config, own, packaging)
     heads, layers = config.integer("num_attention_heads"), config.integer("num_hidden_layers")
     hidden, block = config.integer("hidden_size"), own.integer("block_size", least=2)
     markov = read_markov(own)
-    silent_start = first_slot == 1 and markov is not None and markov.kind == "rnn"
-    require(not silent_start, packaging, "an rnn Markov head behind a silent anchor slot")
-    lends = packaging == ZLAB
+    lends = packaging in (ZLAB, DFLASH2)
     own_embedding = not lends and "embed_tokens.weight" in checkpoint.tensors
     own_head = not lends and "lm_head.weight" in checkpoint.tensors
-    softcap = config.number_or_none("final_logit_softcapping")
+    softcap = own.number_or_none("final_logit_softcapping")
     return BlockSpec(
         packaging=packaging,
         mode="dspark" if markov else "dflash",
@@ -115,13 +132,22 @@ def _spec(checkpoint: Checkpoint, packaging: str, first_slot: FirstSlot) -> Bloc
         own_embedding=own_embedding,
         own_head=own_head,
         attention_biases=config.flag("attention_bias", False),
-        embed_scale=1.0 if own_embedding else "target",
+        embed_scale=_embed_scale(own, own_embedding),
+        output_multiplier=own.number("output_multiplier", 1.0),
+        mask_embedding=_MASK in checkpoint.tensors,
         softcap=softcap if softcap or own_head else "target",
         markov=markov,
         confidence=read_confidence(own, markov, block),
         log_snr=read_log_snr(own),
         draft_vocab_size=_draft_vocabulary(checkpoint, own_head),
     )
+
+
+def _embed_scale(own: Config, own_embedding: bool) -> float | OfTarget:
+    """On raw embedding rows: what the file says, nothing for its own, the target's for its."""
+    if "input_embedding_scale" in own:
+        return own.number("input_embedding_scale")
+    return 1.0 if own_embedding else "target"
 
 
 def _draft_vocabulary(checkpoint: Checkpoint, own_head: bool) -> int | None:

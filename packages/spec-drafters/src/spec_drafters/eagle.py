@@ -26,6 +26,7 @@ from spec_drafters.backbone import (
 from spec_drafters.eagle_state import EagleState
 from spec_drafters.heads import Head, TokenEmbedding, token_ids
 from spec_drafters.linear import Weights
+from spec_drafters.picks import Picks
 from spec_drafters.rope import Offset
 from spec_drafters.spec import DEFAULT_TAPS, EagleSpec
 
@@ -226,25 +227,18 @@ class EagleDrafter:
         if not 1 <= count <= self.max_block:
             raise SeamError(f"{self.name} proposes 1 to {self.max_block} tokens, not {count}")
         held = _held(state)
-        chain = Chain(self.layer, held)
-        hidden, previous = held.waiting[:, None], anchor
-        tokens: list[mx.array] = []
-        log_q: list[mx.array] = []
-        for slot in range(count):
-            hidden = chain.step(self.embedding(previous)[:, None], hidden)
+        chain, picks = Chain(self.layer, held), Picks(chooser, anchor, self._token_ids)
+        hidden = held.waiting[:, None]
+        for _ in range(count):
+            hidden = chain.step(self.embedding(picks.last)[:, None], hidden)
             normed = mx.fast.rms_norm(hidden, self._final_norm, self.spec.norm_eps)
-            prefix = mx.stack(tokens, axis=1) if tokens else anchor[:, None][:, :0]
-            choice = chooser.draft(self.head(normed)[:, 0], slot, prefix, self._token_ids)
-            previous = choice.tokens
-            tokens.append(previous)
-            if choice.log_q is not None:
-                log_q.append(choice.log_q)
+            picks.pick(self.head(normed)[:, 0])
             if self.spec.norm_output:
                 hidden = normed
         return Proposal(
-            mx.stack(tokens, axis=1),
+            picks.tokens,
             tuple(count if begun else 0 for begun in held.begun),
-            mx.stack(log_q, axis=1) if log_q else None,
+            picks.log_q,
             sources=(self.name,) * held.rows,
         )
 

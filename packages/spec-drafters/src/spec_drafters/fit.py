@@ -37,11 +37,8 @@ def fit(spec: Spec, info: TargetInfo, *, lends: bool) -> Spec:
     if not spec.taps:
         spec = replace(spec, taps=default_taps(info.num_layers))
     _check_taps(name, spec.taps, info.num_layers)
-    if isinstance(spec, BlockSpec) and not spec.mask_token < spec.vocab_size:
-        raise MisfitError(
-            f"the {name}'s mask token {spec.mask_token} lies outside its vocabulary of "
-            f"{spec.vocab_size}"
-        )
+    if isinstance(spec, BlockSpec):
+        _check_mask(name, spec)
     if not (spec.own_embedding and spec.own_head) and not lends:
         raise MisfitError(
             f"the {name} has no embedding or head of its own, and the target {info.family} "
@@ -63,6 +60,14 @@ def _equal(name: str, what: str, drafter: int, target: int) -> None:
     if drafter != target:
         raise MisfitError(
             f"the {name} was made for a {what} of {drafter}; the target's is {target}"
+        )
+
+
+def _check_mask(name: str, spec: BlockSpec) -> None:
+    if spec.mask_token >= spec.vocab_size and not spec.mask_embedding:
+        raise MisfitError(
+            f"the {name}'s mask token {spec.mask_token} lies outside its vocabulary of "
+            f"{spec.vocab_size}"
         )
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from spec_core.seams import EmbeddingLender
 from spec_drafters.linear import Weights
-from spec_drafters.spec import LOG_SNR_FEATURES, BlockSpec, Confidence, DrafterSpec
+from spec_drafters.spec import LOG_SNR_FEATURES, BlockSpec, Confidence, DrafterSpec, Selector
 
 
 class Head:
@@ -26,13 +26,17 @@ class Head:
         else:
             assert lender is not None
             self._unembed = _in_lenders_type(lender)
-        self._dtype = weights.precision.dtype
+        # A candidate selector adds scores to its logits, in float32.
+        exact = isinstance(spec, BlockSpec) and spec.selector is not None
+        self._dtype = mx.float32 if exact else weights.precision.dtype
         assert spec.softcap != "target"
-        self._softcap = spec.softcap
+        self._softcap, self._factor = spec.softcap, spec.output_multiplier
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """[..., H] to [..., V]."""
         logits = self._unembed(hidden).astype(self._dtype)
+        if self._factor != 1:
+            logits = logits * self._factor
         if self._softcap is None:
             return logits
         return mx.tanh(logits / self._softcap) * self._softcap
@@ -72,8 +76,12 @@ class BlockEmbedding:
         self._embed = TokenEmbedding(spec, weights, lender)
         addend = None if spec.log_snr is None else _log_snr_addend(spec, weights)
         self._anchor_addend = None if addend is None else addend[:1]
-        masks = mx.full((spec.block_size - 1,), spec.mask_token, dtype=mx.int32)
-        self._masks = self._embed(masks) if addend is None else self._embed(masks) + addend[1:]
+        count = spec.block_size - 1
+        if spec.mask_embedding:
+            masks = mx.repeat(weights.raw("mask_embedding")[None], count, axis=0)
+        else:
+            masks = self._embed(mx.full((count,), spec.mask_token, dtype=mx.int32))
+        self._masks = masks if addend is None else masks + addend[1:]
         mx.eval(self._masks)
 
     def __call__(self, anchor: mx.array) -> mx.array:
@@ -195,6 +203,39 @@ def markov_head(spec: BlockSpec, weights: Weights) -> MarkovHead | None:
     if spec.markov.kind == "gated":
         return GatedMarkov(weights, spec.hidden_size)
     return RnnMarkov(weights, spec.markov.rank)
+
+
+class CandidateSelector:
+    """DFlash 2: a slot's score of a candidate is its logit and how well it follows the token
+    before: <A[before] * (P h), B[candidate]>. (z-lab, dflash/model.py.)"""
+
+    def __init__(self, selector: Selector, weights: Weights) -> None:
+        weights = weights.under("candidate_selector.")
+        self._count = selector.candidates
+        self._project = weights.linear("hidden_projection")
+        self._before = weights.table("predecessor_codebook")
+        self._candidate = weights.table("successor_codebook")
+
+    def prepare(self, hidden: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """What does not depend on the tokens chosen: P h [B, K, r], candidates [B, K, C]."""
+        best = mx.argpartition(-logits, self._count - 1, axis=-1)[..., : self._count]
+        return self._project(hidden), best
+
+    def step(
+        self, projected: mx.array, candidates: mx.array, logits: mx.array, before: mx.array
+    ) -> mx.array:
+        """Scores [B, V] of one slot, -inf beside its candidates.
+
+        Args:
+            projected: [B, r].
+            candidates: [B, C].
+            logits: [B, V].
+            before: [B] the token before.
+        """
+        query = (self._before(before) * projected)[:, None]
+        follows = (query * self._candidate(candidates)).astype(logits.dtype).sum(axis=-1)
+        scores = mx.take_along_axis(logits, candidates, axis=-1) + follows
+        return mx.put_along_axis(mx.full_like(logits, -mx.inf), candidates, scores, axis=-1)
 
 
 class ConfidenceHead:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal, get_args
 
 import mlx.core as mx
 
@@ -14,8 +16,11 @@ from spec_drafters.eagle import EagleDrafter
 from spec_drafters.errors import CheckpointError
 from spec_drafters.fit import fit
 from spec_drafters.linear import Precision, Weights
+from spec_drafters.probe import right_slots
 from spec_drafters.recognize import open_checkpoint, recognize
 from spec_drafters.spec import BlockSpec, DrafterSpec, EagleSpec
+
+SlotConvention = Literal["auto", "anchor", "shifted"]
 
 _DTYPES = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 _QUANTISED = ("Q8_0", "Q4_0", "Q4_1")
@@ -36,6 +41,7 @@ def load_drafter(
     *,
     bits: int | None = None,
     dtype: str | mx.Dtype | None = None,
+    slot_convention: SlotConvention = "auto",
 ) -> BlockDrafter | EagleDrafter:
     """Load a drafter for a target. Everything is checked before weights are read.
 
@@ -45,22 +51,46 @@ def load_drafter(
         bits: 4 or 8 to quantise the drafter's matrices, None to keep them dense.
         dtype: of weights and activations: "float32", "bfloat16" or "float16"; the file's own
             if None.
+        slot_convention: which slot of a block predicts the token after the anchor: the anchor's
+            own ("anchor"), the one after it ("shifted"), or as the file says ("auto"); a file
+            that does not say is tried both ways on the target, which takes a few seconds.
 
     Raises:
         PackagingError: the packaging is unknown or not supported.
         CheckpointError: files are missing, damaged or contradictory.
         MisfitError: the drafter does not fit the target.
-        InvalidValueError: `bits` or `dtype` is out of range.
+        InvalidValueError: `bits`, `dtype` or `slot_convention` is out of range.
     """
     if bits not in (None, 4, 8):
         raise InvalidValueError("drafter bits", bits, "4, 8 or None")
     wanted = None if dtype is None else _dtype(dtype)
     checkpoint = open_checkpoint(Path(path))
     lender = target.lender
-    spec = fit(recognize(checkpoint), target.info, lends=lender is not None)
+    spec = with_slots(recognize(checkpoint), slot_convention)
+    spec = fit(spec, target.info, lends=lender is not None)
     precision = Precision(wanted or _own_dtype(checkpoint), bits)
     weights = Weights(checkpoint.read(spec.tensors()), precision)
-    return build(spec, weights, lender)
+    drafter = build(spec, weights, lender)
+    if isinstance(drafter, BlockDrafter) and drafter.spec.first_slot is None:
+        return right_slots(target, drafter)
+    return drafter
+
+
+def with_slots(spec: DrafterSpec, convention: SlotConvention) -> DrafterSpec:
+    """The spec under a slot convention.
+
+    Raises:
+        InvalidValueError: the convention is unknown, or the drafter has no slots.
+    """
+    if convention not in get_args(SlotConvention):
+        raise InvalidValueError("slot_convention", convention, "auto, anchor or shifted")
+    if convention == "auto":
+        return spec
+    if not isinstance(spec, BlockSpec):
+        raise InvalidValueError(
+            "slot_convention", convention, f"auto: a drafter of mode {spec.mode} has no slots"
+        )
+    return replace(spec, first_slot=0 if convention == "anchor" else 1)
 
 
 def build(

@@ -167,9 +167,7 @@ _STRANGE_FEATURES: dict[str, Callable[[Checkpoint], bool]] = {
     "multi-head latent attention (q_lora_rank)": lambda c: _has_key(c, "q_lora_rank"),
     "gated attention (Qwen3.5 layers)": _gated_queries,
     "attention sinks": lambda c: _has_tensor(c, "attention_sink_bias", "sinks"),
-    "a mask_embedding tensor": lambda c: (
-        _has_tensor(c, "mask_embedding") or (c.path / "mask_embedding.pt").exists()
-    ),
+    "a pickled mask_embedding.pt": lambda c: (c.path / "mask_embedding.pt").exists(),
     "layer_fusion (DFly)": lambda c: _has_key(c, "layer_fusion"),
     "hidden_correction": lambda c: _has_tensor(c, "hidden_correction."),
 }
@@ -264,10 +262,10 @@ PACKAGINGS: tuple[Packaging, ...] = (
         read=speculators.read_speculators,
     ),
     Packaging(
-        "DFlash 2",
+        dflash.DFLASH2,
         "DFlash2DraftModel, selector_rank, or candidate_selector tensors",
         _dflash2,
-        refusal=_because("its candidate selector and convolutions are not supported yet"),
+        read=dflash.read_dflash2,
     ),
     Packaging(
         eagle3.NAME,

@@ -13,6 +13,7 @@ from typing import Literal, TypedDict
 Backbone = Literal["qwen3", "gemma4"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 OfTarget = Literal["target"]
+FirstSlot = Literal[0, 1]
 TapNorm = Literal["all", "each"]
 
 Shape = tuple[int, ...]
@@ -141,6 +142,7 @@ class DrafterSpec:
         query_key_norms: queries and keys are normed per head.
         attention_biases: q_proj, k_proj, v_proj and o_proj have a bias.
         embed_scale: factor on embedding rows, or the target's own.
+        output_multiplier: factor on the logits, before the softcap.
         softcap: cap of `cap * tanh(x / cap)` on the logits, None, or the target's own.
         draft_vocab_size: columns of the head; below vocab_size there is a tensor `d2t`.
         confidence: the score of each slot, or None.
@@ -165,6 +167,7 @@ class DrafterSpec:
     query_key_norms: bool = True
     attention_biases: bool = False
     embed_scale: float | OfTarget = 1.0
+    output_multiplier: float = 1.0
     softcap: float | OfTarget | None = None
     draft_vocab_size: int | None = None
     confidence: Confidence | None = None
@@ -186,6 +189,32 @@ class DrafterSpec:
     def tensors(self) -> dict[str, Shape]:
         """Name and shape of every tensor that a file of this spec holds, and no other."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """DFlash 2's choice among each slot's best candidates, which depends on the token before.
+
+    Attributes:
+        rank: width of its codebooks.
+        candidates: how many of a slot's most likely tokens it chooses from.
+    """
+
+    rank: int
+    candidates: int
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """DFlash 2's causal convolutions over a block's slots, around each sublayer.
+
+    Attributes:
+        width: slots that one output sees, its own included.
+        group: neighbouring features that share a correction of the kernel.
+    """
+
+    width: int
+    group: int
 
 
 class Alike(TypedDict):
@@ -223,15 +252,20 @@ class BlockSpec(DrafterSpec):
     Attributes:
         block_size: slots of a block, the anchor's included.
         first_slot: 0 if the anchor's slot predicts the token after it (DSpark), 1 if it is
-            silent and slot j predicts the token at start + j (DFlash).
+            silent and slot j predicts the token at start + j (DFlash); None where the file does
+            not say.
+        mask_embedding: a tensor of its own stands in for the mask token's embedding.
     """
 
     attention: tuple[LayerAttention, ...]
     block_size: int
     mask_token: int
-    first_slot: Literal[0, 1]
+    first_slot: FirstSlot | None
     markov: Markov | None = None
     log_snr: LogSnr | None = None
+    selector: Selector | None = None
+    convolution: Convolution | None = None
+    mask_embedding: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -239,15 +273,17 @@ class BlockSpec(DrafterSpec):
 
     @property
     def max_block(self) -> int:
-        return self.block_size - self.first_slot
+        return self.block_size - (self.first_slot or 0)
 
     def tensors(self) -> dict[str, Shape]:
         hidden = self.hidden_size
         tensors = _ends(self) | {"hidden_norm.weight": (hidden,)}
+        if self.mask_embedding:
+            tensors["mask_embedding"] = (hidden,)
         for layer in range(self.num_layers):
-            named = _layer(self, hidden)
+            named = _layer(self, hidden) | _convolutions(self)
             tensors |= {f"layers.{layer}.{name}": shape for name, shape in named.items()}
-        return tensors | _markov(self) | _confidence(self) | _log_snr(self)
+        return tensors | _markov(self) | _confidence(self) | _log_snr(self) | _selector(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,4 +408,30 @@ def _log_snr(spec: BlockSpec) -> dict[str, Shape]:
         "log_snr.fc1.bias": (hidden,),
         "log_snr.fc2.weight": (hidden, hidden),
         "log_snr.fc2.bias": (hidden,),
+    }
+
+
+def _convolutions(spec: BlockSpec) -> dict[str, Shape]:
+    if spec.convolution is None:
+        return {}
+    width, hidden = spec.convolution.width, spec.hidden_size
+    rows = 2 * width * (hidden // spec.convolution.group)
+    return {
+        f"{name}_conv.{tensor}": shape
+        for name in ("attention", "mlp")
+        for tensor, shape in (
+            ("base_kernel", (2, width, hidden)),
+            ("kernel_projection.weight", (rows, hidden)),
+        )
+    }
+
+
+def _selector(spec: BlockSpec) -> dict[str, Shape]:
+    if spec.selector is None:
+        return {}
+    rank = spec.selector.rank
+    return {
+        "candidate_selector.hidden_projection.weight": (rank, spec.hidden_size),
+        "candidate_selector.predecessor_codebook": (spec.vocab_size, rank),
+        "candidate_selector.successor_codebook": (spec.vocab_size, rank),
     }
