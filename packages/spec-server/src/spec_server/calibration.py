@@ -16,7 +16,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -201,12 +201,19 @@ def subject_of(
     """
     facts = {
         "device": device.describe(),
-        "mlx": version("mlx"),
-        "spec-core": version("spec-core"),
+        "mlx": _version("mlx"),
+        "spec-core": _version("spec-core"),
         "target": weights_digest(target_folder),
         "drafter": "none" if drafter_path is None else weights_digest(drafter_path),
     }
     return Subject({**facts, **{name: str(value) for name, value in options.items()}})
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def measure(
