@@ -271,7 +271,7 @@ class Chain:
     def _visible(self, columns: int) -> mx.array | None:
         """[B, 1, 1, columns]: a text's own rows and the first drafted one; None: all."""
         depths = self._state.depths
-        if len(set(depths)) == 1:
+        if set(depths) == {columns - 1}:
             return None
         last = mx.array(depths, dtype=mx.int32)[:, None, None, None]
         return mx.arange(columns, dtype=mx.int32) <= last
