@@ -5,12 +5,13 @@ does not matter for the time). One round: verify a block (forward and logits, ev
 commit and evaluate the state. Rounds that keep everything and rounds that keep about half take
 turns; figures are medians. The last column has a goal: under 15 % of the verify pass.
 
-    python benchmarks/commit_cost.py --cases dense hybrid --contexts 512 16384 --dtype bfloat16
+    python benchmarks/commit_cost.py --cases dense hybrid --contexts 512 16384 --out result.json
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import mlx.core as mx
+from harness import write
 from mlx.utils import tree_map_with_path
 
 from spec_core.seams import PerToken, StateImage
@@ -61,6 +63,13 @@ CASES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 24,
         "rope_parameters": ROPE,
+    },
+    "window": {
+        "model_type": "gemma3_text",
+        **TINY,
+        "sliding_window": 512,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 32,
     },
     "short-conv": {
         "model_type": "lfm2",
@@ -163,23 +172,26 @@ def one_round(
     return verified - begun, time.perf_counter() - verified
 
 
-def table(arguments: argparse.Namespace) -> Iterator[str]:
-    """The results as lines of Markdown, one as soon as it is there."""
-    yield "| case | rows | context | verify, ms | full commit | partial commit | share |"
-    yield "|---|---|---|---|---|---|---|"
+def cost_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One entry a case, number of rows and context, as soon as it is there."""
     for case in arguments.cases:
         target = make_target(CASES[case], getattr(mx, arguments.dtype))
         for rows in arguments.rows:
             for context in arguments.contexts:
                 cost = measure(target, rows, arguments.columns, context, arguments.trials)
-                yield (
-                    f"| {case} | {rows} | {context} | {cost.verify:.2f} | {cost.full:.2f} "
-                    f"| {cost.partial:.2f} | {cost.share:.1%} |"
-                )
+                yield {
+                    "case": case,
+                    "rows": rows,
+                    "context": context,
+                    "verify_ms": round(cost.verify, 3),
+                    "full_commit_ms": round(cost.full, 3),
+                    "partial_commit_ms": round(cost.partial, 3),
+                    "share_of_verify": round(cost.share, 4),
+                }
 
 
 def main() -> None:
-    """Measure what the command line asks for, and print the table."""
+    """Measure what the command line asks for; print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 4096, 16384])
@@ -187,10 +199,16 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=8, help="the block: anchor and guesses")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--trials", type=int, default=9)
+    parser.add_argument("--out", help="file for the result, as JSON")
     arguments = parser.parse_args()
-    print(f"{mx.default_device()}, blocks of {arguments.columns} columns, {arguments.dtype}\n")
-    for line in table(arguments):
-        print(line, flush=True)
+    costs = []
+    for each in cost_rows(arguments):
+        costs.append(each)
+        print(" ".join(f"{name}={value}" for name, value in each.items()), file=sys.stderr)
+    write(
+        arguments.out,
+        {"columns": arguments.columns, "dtype": arguments.dtype, "costs": costs},
+    )
 
 
 if __name__ == "__main__":

@@ -60,6 +60,15 @@ _SLIDING = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", **_COMMON},
     "llama": {"model_type": "llama", **_COMMON, "tie_word_embeddings": True},
@@ -85,6 +94,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": {"model_type": "phi3", **_COMMON},
     "qwen3_5": {"model_type": "qwen3_5", **_COMMON, **_GATED_DELTA},
     "qwen3_next": {"model_type": "qwen3_next", **_COMMON, **_GATED_DELTA, **_NO_EXPERTS},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe", **_COMMON, **_GATED_DELTA, **_EXPERTS},
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        **_COMMON,
+        **_EXPERTS,
+        "num_hidden_layers": 4,
+        "num_dense_layers": 1,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "use_expert_bias": True,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+    },
     "lfm2": {
         "model_type": "lfm2",
         **_COMMON,

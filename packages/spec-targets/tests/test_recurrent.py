@@ -167,6 +167,15 @@ def test_a_commit_leaves_what_the_kept_tokens_alone_give(
         _check_commit(target, own, model, columns, keep)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "lfm2_moe"])
+def test_their_relatives_commit_exactly_too(tiny_target: Any, own: Any, family: str) -> None:
+    target, model = tiny_target(family)
+    assert target.info.tappable
+    assert target.batch_refused == ""
+    for columns, keep in ((1, 1), (5, 0), (5, 3), (16, 9), (16, 16)):
+        _check_commit(target, own, model, columns, keep)
+
+
 @slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "qwen3_next"])
