@@ -35,6 +35,7 @@ class Gate:
         self._free = threading.Condition()
         self._open = True
         self._permits = 0
+        self._fault = ""
         self.waiting = 0
         self.passed = 0
 
@@ -58,6 +59,9 @@ class Gate:
             self._permits += count
             self._free.notify_all()
 
+    def fail_next(self, message: str) -> None:
+        self._fault = message
+
     def wait(self) -> None:
         with self._free:
             self.waiting += 1
@@ -65,6 +69,9 @@ class Gate:
             self._permits -= not self._open
             self.waiting -= 1
             self.passed += 1
+            fault, self._fault = self._fault, ""
+        if fault:
+            raise RuntimeError(fault)
 
 
 class GatedTarget(TinyTarget):
