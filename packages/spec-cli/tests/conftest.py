@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import click
@@ -32,6 +33,17 @@ class Spec:
 
         result = CliRunner().invoke(command, list(arguments), input=stdin, catch_exceptions=False)
         return Ran(result.exit_code, result.stdout, result.stderr)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def same_everywhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No BLAS but MLX's own, whose sums do not depend on the number of rows; no curves but those
+    that these tests measure, in a hurry."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPEC_CPU_BLAS", "bundled")
+        patch.setenv("SPEC_CURVES_DIR", str(tmp_path_factory.mktemp("curves")))
+        patch.setattr("spec_server.calibration.BUDGET_SECONDS", 0.5)
+        yield
 
 
 @pytest.fixture(scope="session")

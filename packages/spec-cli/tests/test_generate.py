@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ KEYS = [
     "finish_reason",
     "mode",
     "drafter",
+    "max_draft",
     "rounds",
     "drafted",
     "accepted",
@@ -72,6 +74,7 @@ def test_json_has_exactly_the_agreed_keys(spec: Spec) -> None:
     assert record["text"] == ANSWER
     assert record["mode"] == "dspark"
     assert record["drafter"] == "spec-tiny-dspark"
+    assert record["max_draft"] == "full"
     assert record["completion_tokens"] == len(record["token_ids"])
     assert record["rounds"] == len(record["round_accepts"])
     assert record["accepted"] == sum(record["round_accepts"])
@@ -94,6 +97,9 @@ def plain(spec: Spec) -> dict[str, Any]:
         ["--mode", "dflash"],
         ["--mode", "lookup"],
         ["--lookup-drafts"],
+        ["--max-draft", "auto"],
+        ["--max-draft", "auto", "--mode", "lookup"],
+        ["--max-draft", "auto", "--lookup-drafts"],
         ["--confidence-threshold", "0.6"],
         ["--drafter", str(bundled.TARGET.with_name("spec-tiny-dflash"))],
         ["--model", "spec-tiny", "--max-draft", "0"],
@@ -111,6 +117,14 @@ def test_the_plain_answer_has_plain_statistics(plain: dict[str, Any]) -> None:
     assert (plain["mode"], plain["drafter"], plain["drafted"]) == ("baseline", None, 0)
     assert plain["mean_accept_length"] == 1.0
     assert plain["rounds"] == plain["completion_tokens"] - 1
+
+
+def test_auto_says_where_it_stands(spec: Spec) -> None:
+    record = as_json(spec, PROMPT, "--max-draft", "auto")
+    assert re.fullmatch(r"auto: (parked|\d+)", record["max_draft"])
+    assert (
+        f"dspark ({record['max_draft'][:5]}" in spec("generate", PROMPT, "--max-draft", "auto").err
+    )
 
 
 def test_the_draft_length_is_a_cap(spec: Spec) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 
@@ -13,19 +13,33 @@ MODES = ("auto", "dspark", "dflash", "eagle3", "lookup", "baseline")
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-def draft_length(context: click.Context, parameter: click.Parameter, value: str) -> int | None:
-    """A cap on guesses a round: a number, or None for `full` (or 0), the whole block."""
+MaxDraft = int | Literal["auto"] | None
+
+DEFAULT_MAX_DRAFT = "full"
+"""As `spec_server.loading.DEFAULT_MAX_DRAFT`, which is too heavy to import for a help text."""
+
+MAX_DRAFT_HELP = (
+    "Guesses a round at most; full (or 0) is the drafter's whole block; auto takes the length "
+    "with the most tokens a second, from round times that are measured once on this device, and "
+    "decodes plainly where that is faster."
+)
+
+
+def draft_length(context: click.Context, parameter: click.Parameter, value: str) -> MaxDraft:
+    """A cap on guesses a round: a number, None for `full` (or 0), the whole block, or "auto"."""
     text = value.strip()
+    if text == "auto":
+        return "auto"
     if text == "full":
         return None
     if not text.isdecimal():
-        raise click.BadParameter(f"{text!r} is neither a whole number nor 'full'")
+        raise click.BadParameter(f"{text!r} is neither a whole number nor 'full' nor 'auto'")
     return int(text) or None
 
 
 def draft_lengths(
     context: click.Context, parameter: click.Parameter, value: str
-) -> tuple[int | None, ...]:
+) -> tuple[MaxDraft, ...]:
     """Several draft lengths, separated by commas."""
     return tuple(draft_length(context, parameter, part) for part in value.split(","))
 

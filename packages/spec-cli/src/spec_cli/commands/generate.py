@@ -13,6 +13,8 @@ import click
 
 from spec_cli import bundled
 from spec_cli.options import (
+    DEFAULT_MAX_DRAFT,
+    MAX_DRAFT_HELP,
     MODES,
     apply,
     bits,
@@ -25,7 +27,7 @@ from spec_cli.options import (
 
 if TYPE_CHECKING:
     from spec_core import SamplingParams
-    from spec_server import Answer, Chunk, Completion, Engine
+    from spec_server import Answer, AnswerStatistics, Chunk, Completion, Engine
 
 
 def _logit_bias(
@@ -96,10 +98,10 @@ class Output:
 @click.option(
     "--max-draft",
     callback=draft_length,
-    metavar="N|full",
-    default="full",
+    metavar="N|full|auto",
+    default=DEFAULT_MAX_DRAFT,
     show_default=True,
-    help="Guesses a round at most; full (or 0) is the drafter's whole block.",
+    help=MAX_DRAFT_HELP,
 )
 @click.option(
     "--confidence-threshold",
@@ -213,7 +215,13 @@ def _engine(options: dict[str, Any]) -> Engine:
         drafter_bits=bits(options["drafter_bits"]),
         trust_remote_code=options["trust_remote_code"],
         limits=Limits(max_batch=1),
+        announce=None if options["quiet"] or options["as_json"] else _announce,
     )
+
+
+def _announce(sentence: str) -> None:
+    """Say on stderr what takes a while."""
+    click.secho(sentence, err=True, dim=True)
 
 
 def _show(answer: Answer, screen: Screen) -> Completion:
@@ -271,13 +279,18 @@ def statistics_line(completion: Completion, dtype: str) -> str:
     """One line for a reader: what it took, how fast, how much was accepted, why it ended."""
     seen = completion.statistics
     parts = [
-        f"{seen.mode}, {dtype}: {completion.completion_tokens} tokens",
+        f"{_drafting(seen)}, {dtype}: {completion.completion_tokens} tokens",
         f"{seen.tokens_per_second:.1f} tokens/s",
         f"{seen.mean_accept_length:.2f} tokens a round over {seen.rounds} rounds",
         f"first token after {seen.ttft_seconds:.2f} s",
         f"ended by {_ENDINGS[completion.finish_reason]}",
     ]
     return ", ".join(parts)
+
+
+def _drafting(seen: AnswerStatistics) -> str:
+    """For instance "dspark (auto: 7)"; "baseline" where nothing drafts."""
+    return seen.mode if seen.mode == "baseline" else f"{seen.mode} ({seen.max_draft})"
 
 
 _ENDINGS = {"stop": "itself", "length": "the token limit", "cancelled": "Ctrl-C"}
@@ -294,6 +307,7 @@ def record(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "mode": seen.mode,
         "drafter": seen.drafter,
+        "max_draft": seen.max_draft,
         "rounds": seen.rounds,
         "drafted": seen.drafted,
         "accepted": seen.accepted,

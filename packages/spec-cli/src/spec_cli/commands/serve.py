@@ -13,7 +13,17 @@ import click
 
 from spec_cli import bundled
 from spec_cli.config_file import config_option, printed, with_environment
-from spec_cli.options import MODES, apply, bits, draft_length, loading_options, model_option
+from spec_cli.options import (
+    DEFAULT_MAX_DRAFT,
+    MAX_DRAFT_HELP,
+    MODES,
+    MaxDraft,
+    apply,
+    bits,
+    draft_length,
+    loading_options,
+    model_option,
+)
 
 if TYPE_CHECKING:
     from spec_server import CacheOptions, Engine, Limits
@@ -36,7 +46,7 @@ def _bytes(
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _draft(context: click.Context, parameter: click.Parameter, value: Any) -> int | None:
+def _draft(context: click.Context, parameter: click.Parameter, value: Any) -> MaxDraft:
     return draft_length(context, parameter, str(value))
 
 
@@ -55,10 +65,10 @@ drafting_options = apply(
     click.option(
         "--max-draft",
         callback=_draft,
-        metavar="N|full",
-        default="full",
+        metavar="N|full|auto",
+        default=DEFAULT_MAX_DRAFT,
         show_default=True,
-        help="Guesses a round at most; full (or 0) is the drafter's whole block.",
+        help=MAX_DRAFT_HELP,
     ),
     click.option(
         "--confidence-threshold",
