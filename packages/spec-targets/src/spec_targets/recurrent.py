@@ -20,7 +20,7 @@ from spec_targets.anatomy import Anatomy
 from spec_targets.families import Family
 from spec_targets.kinds import LAYER_KINDS
 from spec_targets.layers import Frame, LayerCache, LayerImage, LayerMaker, LayerOptions
-from spec_targets.replay import Memory, Recording, Slots, Tape, groups, replay
+from spec_targets.replay import Memory, Slots, Tape, groups, recording, replay
 from spec_targets.swap import Swap, Wrapping
 
 
@@ -52,7 +52,7 @@ class RecurrentFamily(Family):
         self.aliases = aliases
         self.kinds = {**LAYER_KINDS, "ArraysCache": recurrent_layer}
         self._mixer = mixer
-        self._recorded = frozenset(recorded)
+        self._recorded = tuple(recorded)
         self._weights = tuple(weights)
         self._recording = Wrapping(self._record)
 
@@ -78,7 +78,7 @@ class RecurrentFamily(Family):
         if layer is None:
             return own(mixer, *args, **kwargs)
         tape = layer.open_tape(mixer, own, args[0])
-        return own(Recording(mixer, self._recorded, tape.outputs), *args, **kwargs)
+        return own(recording(mixer, self._recorded, tape.outputs), *args, **kwargs)
 
 
 class Rebuild:

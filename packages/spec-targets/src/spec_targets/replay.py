@@ -1,7 +1,7 @@
 """Running a recurrent mixer again over the columns that a commit keeps.
 
-The mixer's own code does it, on a stand-in: the parts whose outputs were recorded answer with their
-first columns, and what comes after the recurrence is never evaluated. The layers of a state have
+The mixer's own code does it, on a stand-in whose recorded parts answer with the first columns of
+what they gave; what comes after the recurrence is never evaluated. The layers of a state have
 mixers of one kind, so that several are run in one call, one behind the other as further rows; with
 a few columns, what costs time is the number of operations and not their size.
 """
@@ -82,49 +82,48 @@ class Memory:
         pass
 
 
-class Recording:
-    """Stands in for a mixer while its own code runs, and notes what some of its parts give."""
+class _Noting:
+    """A part of a mixer that notes what it gives."""
 
-    __slots__ = ("_mixer", "_names", "_outputs")
+    __slots__ = ("_name", "_outputs", "_part")
 
-    def __init__(self, mixer: Module, names: frozenset[str], outputs: dict[str, mx.array]) -> None:
-        self._mixer = mixer
-        self._names = names
+    def __init__(self, part: Callable[..., mx.array], name: str, outputs: dict[str, mx.array]):
+        self._part = part
+        self._name = name
         self._outputs = outputs
 
-    def __getattr__(self, name: str) -> Any:
-        part = getattr(self._mixer, name)
-        return self._noting(name, part) if name in self._names else part
-
-    def _noting(self, name: str, part: Callable[[mx.array], mx.array]) -> Callable[..., mx.array]:
-        def call(x: mx.array) -> mx.array:
-            if name in self._outputs:
-                raise SeamError(f"{name} of a recurrent layer ran twice in one forward")
-            self._outputs[name] = part(x)
-            return self._outputs[name]
-
-        return call
+    def __call__(self, x: mx.array) -> mx.array:
+        if self._name in self._outputs:
+            raise SeamError(f"{self._name} of a recurrent layer ran twice in one forward")
+        output = self._outputs[self._name] = self._part(x)
+        return output
 
 
-class _Replaying:
-    """Stands in for mixers that run together: recorded parts give what they gave, and weights of
-    the mixer itself are each row's own."""
+class _Answer:
+    """In place of a part of a mixer: gives what it gave."""
 
-    __slots__ = ("_mixer", "_outputs", "_weights")
+    __slots__ = ("_output",)
 
-    def __init__(
-        self, mixer: Module, outputs: Mapping[str, mx.array], weights: Mapping[str, mx.array]
-    ) -> None:
-        self._mixer = mixer
-        self._outputs = outputs
-        self._weights = weights
+    def __init__(self, output: mx.array) -> None:
+        self._output = output
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self._outputs:
-            return lambda _: self._outputs[name]
-        if name in self._weights:
-            return self._weights[name]
-        return getattr(self._mixer, name)
+    def __call__(self, x: mx.array) -> mx.array:
+        return self._output
+
+
+def recording(mixer: Module, names: Sequence[str], outputs: dict[str, mx.array]) -> Module:
+    """A stand-in for a mixer that notes in `outputs` what these parts of it give."""
+    return _stand_in(mixer, {n: _Noting(mixer[n], n, outputs) for n in names if n in mixer})
+
+
+def _stand_in(mixer: Module, parts: Mapping[str, Any]) -> Module:
+    """A mixer with other parts; everything else is the mixer's own."""
+    cls = type(mixer)
+    made = cls.__new__(cls)
+    made.__dict__.update(mixer.__dict__)
+    dict.update(made, mixer)
+    dict.update(made, parts)
+    return made
 
 
 def replay(tapes: Sequence[Tape], keep: Sequence[int], weights: Sequence[str]) -> list[Slots]:
@@ -136,8 +135,8 @@ def replay(tapes: Sequence[Tape], keep: Sequence[int], weights: Sequence[str]) -
         weights: vectors of the mixers that the recurrence reads.
     """
     first, columns, rows = tapes[0], max(keep), len(keep)
-    outputs = {
-        name: mx.concatenate([tape.outputs[name][:, :columns] for tape in tapes])
+    answers = {
+        name: _Answer(mx.concatenate([tape.outputs[name][:, :columns] for tape in tapes]))
         for name in first.outputs
     }
     own = {name: _by_row(tapes, name, rows) for name in weights if name in first.mixer}
@@ -145,7 +144,8 @@ def replay(tapes: Sequence[Tape], keep: Sequence[int], weights: Sequence[str]) -
     mask = None if lengths is None else mx.arange(columns) < lengths[:, None]
     memory = Memory(_stacked([tape.before for tape in tapes]), lengths)
     unread = mx.zeros((rows * len(tapes), columns, first.shape[2]), dtype=first.dtype)
-    first.own(_Replaying(first.mixer, outputs, own), unread, mask=mask, cache=memory)
+    stand_in = _stand_in(first.mixer, {**answers, **own})
+    first.own(stand_in, unread, mask=mask, cache=memory)
     parts = [slice(start, start + rows) for start in range(0, rows * len(tapes), rows)]
     return [[None if slot is None else slot[part] for slot in memory.slots] for part in parts]
 
