@@ -1,6 +1,7 @@
 """An engine for lossless speculative decoding on MLX: text in, text out, from any thread."""
 
-from spec_server.engine import Answer, AnswerOptions, Ask, CacheOptions, Engine
+from spec_server.answer import Answer, AsyncAnswer
+from spec_server.engine import AnswerOptions, Ask, CacheOptions, Engine
 from spec_server.errors import (
     ContextLengthError,
     EngineBusyError,
@@ -23,6 +24,7 @@ __all__ = [
     "AnswerOptions",
     "AnswerStatistics",
     "Ask",
+    "AsyncAnswer",
     "CacheOptions",
     "CallsAnswer",
     "Chunk",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +13,10 @@ from spec_cache import PrefixCache
 from spec_core import Request, SamplingParams
 from spec_core.errors import InvalidValueError
 from spec_server.activity import Snapshot
+from spec_server.answer import Answer, AsyncAnswer
 from spec_server.errors import ContextLengthError, GrammarError, MemoryLimitError
 from spec_server.grammar import AnswerGrammar, GrammarCompiler, GrammarConstraint
-from spec_server.job import Event, Job, Sink
+from spec_server.job import Job, Sink
 from spec_server.limits import Limits
 from spec_server.loading import (
     DEFAULT_MAX_DRAFT,
@@ -30,7 +30,7 @@ from spec_server.loading import (
     load,
 )
 from spec_server.memory import MemoryBudget
-from spec_server.results import Chunk, Completion
+from spec_server.results import Completion
 from spec_server.scheduler import Models
 from spec_server.text import AnswerText, Message, Prompt, Tokeniser
 from spec_server.worker import Worker
@@ -94,64 +94,6 @@ class Ask:
     one_thought: bool = False
     grammar: AnswerGrammar | None = None
     thinking: bool | None = None
-
-
-class Answer(Iterator[Chunk]):
-    """An answer on its way. Iterate for chunks; the last one holds the completion.
-
-    Leaving early (`close`, or the end of a `with` block) takes the request back and frees its
-    row; `cancel` does so too, but lets the iteration end with the completion so far.
-    """
-
-    def __init__(self) -> None:
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._job: Job | None = None
-        self._last: Completion | Exception | None = None
-
-    def __next__(self) -> Chunk:
-        if self._last is not None:
-            raise StopIteration
-        event = self._events.get()
-        if isinstance(event, Exception):
-            self._last = event
-            raise event
-        self._last = event.completion
-        return event
-
-    def result(self) -> Completion:
-        """Wait for the end; chunks that were not read by then are skipped.
-
-        Raises:
-            SpecError: what the iteration raised, or would have.
-        """
-        for _ in self:
-            pass
-        assert self._last is not None
-        if isinstance(self._last, Exception):
-            raise self._last
-        return self._last
-
-    def cancel(self) -> None:
-        """Take the request back. Safe from any thread; does nothing after the end."""
-        if self._job is not None:
-            self._job.cancelled.set()
-
-    close = cancel
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.cancel()
-
-    def _started(self, job: Job) -> Self:
-        self._job = job
-        return self
 
 
 class Engine:
@@ -290,10 +232,9 @@ class Engine:
             EngineBusyError: as many requests wait as may.
             EngineClosedError: the engine is closed.
         """
-        ready = self._prompt(prompt, chat, system, thinking, tools)
         answer = Answer()
         ask = Ask(
-            ready,
+            self._prompt(prompt, chat, system, thinking, tools),
             sampling or SamplingParams(),
             max_tokens,
             (stop,) if isinstance(stop, str) else tuple(stop),
@@ -303,7 +244,17 @@ class Engine:
             grammar=grammar,
             thinking=thinking if chat else False,
         )
-        return answer._started(self.submit(ask, answer._events.put))
+        return answer.started(self.submit(ask, answer.put))
+
+    async def agenerate(self, prompt: PromptLike, **options: Unpack[AnswerOptions]) -> Completion:
+        """`generate` for an event loop: nothing blocks it."""
+        async with self.astream(prompt, **options) as answer:
+            return await answer.result()
+
+    def astream(self, prompt: PromptLike, **options: Unpack[AnswerOptions]) -> AsyncAnswer:
+        """`stream` for an event loop; the request is queued when iteration begins, and taken back
+        when the loop's task ends early or the `async with` block does."""
+        return AsyncAnswer(lambda: self.stream(prompt, **options))
 
     def submit(self, ask: Ask, sink: Sink) -> Job:
         """Queue a request; its events go to `sink` on the engine's thread.
