@@ -25,7 +25,8 @@ def build_target(
     Args:
         model: as mlx_lm.utils.load_model gives it.
         config: its config.json.
-        kv_bits: 4 or 8 to store keys and values quantised.
+        kv_bits: 4 or 8 to store keys and values of full attention quantised. Sliding windows are
+            bounded and stay as they are; a model that has nothing else is refused.
 
     Raises:
         InvalidValueError: `kv_bits` is something else.

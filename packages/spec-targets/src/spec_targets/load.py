@@ -77,7 +77,8 @@ def load_target(
         path_or_id: a folder, or a hub id such as "mlx-community/Qwen3-4B-bf16".
         dtype: cast weights (scales of quantised ones too) to "float32", "bfloat16" or
             "float16"; None keeps what the checkpoint has.
-        kv_bits: 4 or 8 to store keys and values quantised.
+        kv_bits: 4 or 8 to store keys and values of full attention quantised. Sliding windows are
+            bounded and stay as they are; a model that has nothing else is refused.
         revision: branch, tag or commit on the hub.
         trust_remote_code: allow a checkpoint to bring its own architecture as Python code.
 
