@@ -8,8 +8,6 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from spec_core import InvalidValueError, Proposal, Request, SamplingParams
 from spec_core.chooser import Sampler
@@ -145,64 +143,59 @@ def reference_top_p(x: np.ndarray, kept: list[int], top_p: float) -> tuple[list[
     return nucleus, closest
 
 
-row_of_logits = st.lists(
-    st.one_of(st.integers(-3, 3).map(float), st.floats(-8, 8, width=32), st.just(float("-inf"))),
-    min_size=VOCAB,
-    max_size=VOCAB,
-).filter(lambda row: sum(x > float("-inf") for x in row) >= 2)
+def random_params(stream: np.random.Generator) -> SamplingParams:
+    def some(neutral: float, *values: float) -> float:
+        return float(stream.choice(values)) if stream.random() < 0.5 else neutral
 
-parameters = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 2.5]),
-    top_k=st.integers(0, VOCAB + 2),
-    top_p=st.one_of(st.just(1.0), st.floats(2**-7, 1.0, width=32)),
-    min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0, width=32)),
-    presence_penalty=st.sampled_from([0.0, 0.5, -1.25, 2.0]),
-    frequency_penalty=st.sampled_from([0.0, 0.25, -0.5, 2.0]),
-    repetition_penalty=st.sampled_from([1.0, 1.3, 0.7]),
-    logit_bias=st.dictionaries(
-        st.integers(0, VOCAB - 1), st.sampled_from([-100.0, -1.0, 0.5, 3.0])
-    ),
-)
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(
-    rows=st.lists(st.tuples(row_of_logits, parameters), min_size=1, max_size=3),
-    counts=st.lists(st.integers(0, 3), min_size=3 * VOCAB, max_size=3 * VOCAB),
-    flags=st.lists(st.booleans(), min_size=6 * VOCAB, max_size=6 * VOCAB),
-)
-def test_shaping_equals_the_reference(
-    rows: list[tuple[list[float], SamplingParams]], counts: list[int], flags: list[bool]
-) -> None:
-    """Rows with different parameters in one batch, ties and dropped tokens included."""
-    count = len(rows)
-    generated = np.array(counts, dtype=np.float32).reshape(3, VOCAB)[:count]
-    prompt = np.array(flags[: 3 * VOCAB]).reshape(3, VOCAB)[:count]
-    mask = np.array(flags[3 * VOCAB :]).reshape(3, VOCAB)[:count]
-    logits = np.array([row for row, _ in rows], dtype=np.float32)
-    mask[np.arange(count), logits.argmax(-1)] = True
-    params = [p for _, p in rows]
-    wanted = [
-        reference_shape(logits[b], params[b], generated[b], prompt[b], mask[b])
-        for b in range(count)
-    ]
-    assume(all(closest > 1e-5 for _, closest in wanted))
-    assume(all(row.max() > -np.inf for row, _ in wanted))
-    shaped = shape(
-        mx.array(logits)[:, None],
-        Columns.of(params, VOCAB),
-        History(mx.array(generated)[:, None], mx.array(prompt)[:, None]),
-        mx.array(mask)[:, None],
+    return SamplingParams(
+        temperature=float(stream.choice([0.0, 0.3, 0.7, 1.0, 2.5])),
+        top_k=int(some(0, *range(1, VOCAB + 3))),
+        top_p=some(1.0, *stream.uniform(0.05, 1.0, 3)),
+        min_p=some(0.0, *stream.uniform(0.0, 1.0, 3)),
+        presence_penalty=some(0.0, 0.5, -1.25, 2.0),
+        frequency_penalty=some(0.0, 0.25, -0.5, 2.0),
+        repetition_penalty=some(1.0, 1.3, 0.7),
+        logit_bias={int(t): some(0.5, -100.0, -1.0, 3.0) for t in stream.integers(0, VOCAB, 2)},
     )
-    for b in range(count):
-        got, expected = np.array(shaped[b, 0]), wanted[b][0]
-        if params[b].greedy:
-            assert got.argmax() == expected.argmax() or np.isclose(
-                expected[got.argmax()], expected.max(), atol=1e-5
-            )
+
+
+def random_logits(stream: np.random.Generator, rows: int) -> np.ndarray:
+    """[rows, V]: half of the rows full of ties, and here and there a token that is impossible."""
+    smooth, coarse = stream.normal(0, 2, (rows, VOCAB)), stream.integers(-2, 3, (rows, VOCAB))
+    logits = np.where(stream.random((rows, 1)) < 0.5, smooth, coarse).astype(np.float32)
+    impossible = stream.random((rows, VOCAB)) < 0.05
+    impossible[:, 0] = False
+    return np.where(impossible, -np.inf, logits).astype(np.float32)
+
+
+def test_shaping_equals_the_reference() -> None:
+    """1500 rows in one batch, each with its own parameters, history and mask."""
+    rows, stream = 1500, np.random.default_rng(5)
+    params = [random_params(stream) for _ in range(rows)]
+    logits = random_logits(stream, rows)
+    generated = (stream.integers(0, 3, (rows, VOCAB)) * stream.integers(0, 2, (rows, 1))).astype(
+        np.float32
+    )
+    prompt = stream.random((rows, VOCAB)) < 0.3
+    mask = stream.random((rows, VOCAB)) < 0.9
+    mask[:, 0] = True
+    history = History(mx.array(generated)[:, None], mx.array(prompt)[:, None])
+    columns = Columns.of(params, VOCAB)
+    shaped = np.array(shape(mx.array(logits)[:, None], columns, history, mx.array(mask)[:, None]))
+    compared = 0
+    for row in range(rows):
+        wanted, closest = reference_shape(
+            logits[row], params[row], generated[row], prompt[row], mask[row]
+        )
+        if closest < 1e-5:
             continue
-        np.testing.assert_allclose(got, expected, atol=1e-4, rtol=1e-5)
+        compared += 1
+        got = shaped[row, 0]
+        if params[row].greedy:
+            assert wanted[got.argmax()] >= wanted.max() - 1e-5, params[row]
+        else:
+            np.testing.assert_allclose(got, wanted, atol=1e-4, err_msg=str(params[row]))
+    assert compared > 0.9 * rows
 
 
 @pytest.mark.parametrize(
