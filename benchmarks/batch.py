@@ -115,6 +115,7 @@ def of_shape(arguments: argparse.Namespace) -> tuple[Target, list[Mode], list[li
 
 
 def main() -> None:
+    """Parse, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pair", nargs=2, metavar=("TARGET", "DSPARK"))
     parser.add_argument("--prompts", help="JSON with token ids: {prompts: {set: [[..], ..]}}")

@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: stamps, models of a real shape, and drafters of stated skill."""
+"""Shared by the benchmark scripts: stamps, models of a real shape, drafters of stated skill."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -212,7 +213,7 @@ def against_mlx_lm(target: ModelTarget, count: int) -> dict[str, float]:
         times = []
         for _ in generate_step(mx.array(prompt), model, max_tokens=count):
             times.append(time.perf_counter())
-        theirs.append(median(b - a for a, b in zip(times[4:], times[5:], strict=False)))
+        theirs.append(median(b - a for a, b in pairwise(times[4:])))
     return {
         "ours_ms": round(1e3 * median(ours), 3),
         "mlx_lm_ms": round(1e3 * median(theirs), 3),
@@ -232,6 +233,7 @@ def of_depths(target: ModelTarget, arguments: argparse.Namespace) -> list[dict[s
 
 
 def main() -> None:
+    """Parse, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
     parser.add_argument("--bits", type=int, help="weights; bf16 if left out")
