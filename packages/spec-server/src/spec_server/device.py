@@ -14,6 +14,8 @@ import mlx.core as mx
 
 Backend = Literal["cpu", "metal", "cuda"]
 
+BUNDLED_BLAS = "the BLAS that MLX brings"
+
 _LIBRARY = re.compile(r"/lib(openblas|mkl_rt|blis|armpl|atlas)[^/\s]*\.so", re.IGNORECASE)
 
 
@@ -38,16 +40,28 @@ def blas() -> str | None:
     return "another BLAS" if found is None else found.group(1).lower()
 
 
+def blas_threads() -> int | None:
+    """On how many threads OpenBLAS runs; None for another BLAS."""
+    return ctypes.CDLL(None).openblas_get_num_threads() if blas() == "openblas" else None
+
+
+def arithmetic() -> str | None:
+    """The BLAS for a reader, for instance "openblas on 1 thread"; None where there is no choice."""
+    if backend() != "cpu" or sys.platform != "linux":
+        return None
+    library, threads = blas(), blas_threads()
+    if library is None:
+        return BUNDLED_BLAS
+    if threads is None:
+        return library
+    return f"{library} on {threads} thread{'' if threads == 1 else 's'}"
+
+
 def describe() -> str:
-    """The device for a reader, for instance "AMD EPYC (cpu, 2 threads, openblas on 2)"."""
+    """The device for a reader, for instance "AMD EPYC (cpu, 2 cores, openblas on 1 thread)"."""
     name = mx.device_info().get("device_name", "unknown device")
     if backend() != "cpu":
         return f"{name} ({backend()})"
-    library = blas()
-    cores = f"{name} (cpu, {os.cpu_count()} threads"
-    if sys.platform != "linux":
-        return cores + ")"
-    if library is None:
-        return f"{cores}, the BLAS that MLX brings)"
-    threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
-    return f"{cores}, {library} on {threads or 'as many as it likes'})"
+    cores = f"{name} (cpu, {os.cpu_count()} cores"
+    library = arithmetic()
+    return f"{cores})" if library is None else f"{cores}, {library})"

@@ -21,7 +21,7 @@ from spec_core import (
     Target,
 )
 from spec_core.errors import InvalidValueError
-from spec_server import device
+from spec_server import device, threads
 from spec_server.errors import ModelLoadError
 from spec_server.job import Labels
 from spec_server.scheduler import Models
@@ -318,11 +318,19 @@ def load_target_parts(options: LoadOptions, folder: Path) -> TargetParts:
     """
     from spec_targets import load_target
 
-    dtype = options.dtype or default_dtype(_config(folder))
+    config = _config(folder)
+    threads.settle(_hidden_size(config))
+    dtype = options.dtype or default_dtype(config)
     loaded = load_target(
         folder, dtype=dtype, kv_bits=options.kv_bits, trust_remote_code=options.trust_remote_code
     )
     return TargetParts(loaded.target, folder, dtype or _activations(loaded.target), loaded.model)
+
+
+def _hidden_size(config: Mapping[str, Any]) -> int:
+    nested = config.get("text_config")
+    size = {**config, **(nested if isinstance(nested, dict) else {})}.get("hidden_size")
+    return size if isinstance(size, int) else 0
 
 
 def default_dtype(config: Mapping[str, Any]) -> DType | None:
