@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
+import click
 import pytest
+
+from spec_cli import options
 
 
 class Ran(Protocol):
@@ -33,6 +36,14 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     )
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "Usage: spec" in ran.stdout
+
+
+def test_the_default_draft_length_is_the_engines_own() -> None:
+    from spec_server.loading import DEFAULT_MAX_DRAFT
+
+    context = click.Context(click.Command("any"))
+    parsed = options.draft_length(context, click.Option(["--max-draft"]), options.DEFAULT_MAX_DRAFT)
+    assert parsed == DEFAULT_MAX_DRAFT
 
 
 def test_versions_are_listed(spec: Spec) -> None:

@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeVar
 
 import click
 
+from spec_cli import blas
+
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 MODES = ("auto", "dspark", "dflash", "eagle3", "lookup", "baseline")
@@ -84,6 +86,16 @@ loading_options = apply(
         type=click.Choice(DTYPES),
         help="Cast weights and activations. [default: the checkpoint's own; on a Linux CPU with "
         "an optimised BLAS float32, which is faster there]",
+    ),
+    click.option(
+        "--cpu-blas",
+        metavar="auto|bundled|PATH",
+        envvar="SPEC_CPU_BLAS",
+        default=blas.AUTO,
+        show_default=True,
+        callback=blas.option,
+        help="On a Linux CPU: the library that multiplies float32 matrices. auto takes an OpenBLAS "
+        "that is installed; bundled is MLX's own, whose sums are the same for every draft length.",
     ),
     click.option("--kv-bits", type=BITS, help="Quantise keys and values."),
     click.option("--drafter-bits", type=BITS, help="Quantise the drafter's matrices."),

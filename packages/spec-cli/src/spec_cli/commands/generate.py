@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spec_cli import bundled
+from spec_cli.blas import ADVICE
 from spec_cli.options import (
     DEFAULT_MAX_DRAFT,
     MAX_DRAFT_HELP,
@@ -272,14 +273,21 @@ def _report(completion: Completion, engine: Engine, output: Output) -> None:
 
 
 def _notes(completion: Completion) -> Iterable[str]:
-    return (f"note: {fallback}" for fallback in completion.statistics.fallbacks)
+    from spec_server import device
+
+    fallbacks = [f"note: {fallback}" for fallback in completion.statistics.fallbacks]
+    unoptimised = sys.stderr.isatty() and device.arithmetic() == device.BUNDLED_BLAS
+    return [*fallbacks, f"note: {ADVICE}"] if unoptimised else fallbacks
 
 
 def statistics_line(completion: Completion, dtype: str) -> str:
-    """One line for a reader: what it took, how fast, how much was accepted, why it ended."""
-    seen = completion.statistics
+    """One line for a reader: what computed how, how fast, how much was accepted, why it ended."""
+    from spec_server import device
+
+    seen, library = completion.statistics, device.arithmetic()
+    computed = f"{dtype} with {library}" if library and dtype == "float32" else dtype
     parts = [
-        f"{_drafting(seen)}, {dtype}: {completion.completion_tokens} tokens",
+        f"{_drafting(seen)}, {computed}: {completion.completion_tokens} tokens",
         f"{seen.tokens_per_second:.1f} tokens/s",
         f"{seen.mean_accept_length:.2f} tokens a round over {seen.rounds} rounds",
         f"first token after {seen.ttft_seconds:.2f} s",
