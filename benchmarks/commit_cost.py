@@ -31,7 +31,7 @@ WARM_UP = 2
 
 TINY = {
     "hidden_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 8,
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -46,6 +46,7 @@ TINY = {
 REAL = {
     **TINY,
     "hidden_size": 2560,
+    "num_hidden_layers": 4,
     "intermediate_size": 9216,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
@@ -81,7 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
         "block_multiple_of": 32,
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
-        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "layer_types": ["conv", "conv", "full_attention", "conv"] * 2,
     },
     "hybrid-real": {
         "model_type": "qwen3_5",

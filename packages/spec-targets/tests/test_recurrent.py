@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx.nn.layers.base import Module
 
-from spec_core import SeamError, decode
+from spec_core import Batch, FixedLength, Request, SeamError, decode
 from spec_core.conformance import check_target
 from spec_core.seams import StateImage
 from spec_core.testing import ScriptedDrafter
@@ -89,9 +89,9 @@ class Oracle:
         return self.tokens[len(self.prompt) :]
 
     def drafter(self, max_block: int) -> ScriptedDrafter:
-        return ScriptedDrafter(self._guesses, max_block=max_block)
+        return ScriptedDrafter(self.guesses, max_block=max_block)
 
-    def _guesses(self, text: tuple[int, ...]) -> list[int]:
+    def guesses(self, text: tuple[int, ...]) -> list[int]:
         """What comes next, a fifth of it wrong, with stretches that are all right."""
         known = enumerate(self.tokens[len(text) :], start=len(text))
         wrong = lambda at: at % 100 >= 40 and (at * at + at // 3) % 5 == 0  # noqa: E731
@@ -141,6 +141,40 @@ def test_every_draft_length_and_chunk(
     for block in range(1, 17):
         tokens, _ = _decoded(target, oracle, block, chunks[block % 4])
         assert tokens == oracle.continuation, f"draft length {block}"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_rows_of_a_batch_write_what_they_write_alone(
+    tiny_target: Any, own: Any, family: str
+) -> None:
+    """Rows draft at different lengths, plain ones among them, join late and end early."""
+    target, model = tiny_target(family, seed=SEED)
+    oracles = [Oracle(own(model), TEXT[n : n + 5 + n], 40 + 10 * n) for n in range(3)]
+
+    def script(text: tuple[int, ...]) -> list[int]:
+        return next(o.guesses(text) for o in oracles if list(text[:5]) == o.prompt[:5])
+
+    batch = Batch(target, ScriptedDrafter(script, max_block=6), FixedLength(6))
+    written: dict[int, list[int]] = {}
+    for number, oracle in enumerate(oracles):
+        request = Request(
+            tuple(oracle.prompt), max_tokens=len(oracle.continuation), max_draft=(6, 0, 3)[number]
+        )
+        prefill = batch.prefill(request)
+        while (first := prefill.step(4)) is None:
+            pass
+        written[first.key] = list(first.tokens)
+        batch.join(prefill)
+        for _ in range(3):
+            _note(written, batch)
+    while batch.rows:
+        _note(written, batch)
+    assert list(written.values()) == [oracle.continuation for oracle in oracles]
+
+
+def _note(written: dict[int, list[int]], batch: Batch) -> None:
+    for outcome in batch.step():
+        written[outcome.key] += outcome.tokens
 
 
 # --- commit ------------------------------------------------------------------------------------
