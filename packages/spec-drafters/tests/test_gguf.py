@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from spec_drafters.block import BlockDrafter
-from spec_drafters.convert import convert
 from spec_drafters.errors import CheckpointError, DrafterError, PackagingError
 from spec_drafters.gguf import parse_gguf
 from spec_drafters.load import inspect_drafter, load_drafter
@@ -322,44 +321,3 @@ def test_what_a_dflash_file_may_not_have(
     path = as_dflash(tmp_path / "x.gguf", "dspark_qwen3", **changes)
     with pytest.raises(DrafterError, match=message):
         inspect_drafter(path)
-
-
-# --- conversion ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["dspark", "dflash_gemma4", "dspark_qwen3"])
-def test_a_converted_drafter_is_the_same_drafter(tmp_path: Path, name: str) -> None:
-    source = SOURCE if name == "dspark" else as_dflash(tmp_path / "x.gguf", name)
-    spec = convert(source, tmp_path / "out" / "drafter")
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["drafter"]
-    assert spec == inspect_drafter(tmp_path / "out" / "drafter") == inspect_drafter(source)
-    golden = Golden.named("gguf_dspark_log_snr" if name == "dspark" else name)
-    before, after = (block_hidden(p, golden) for p in (source, tmp_path / "out" / "drafter"))
-    assert before.dtype == after.dtype
-    assert before.tolist() == after.tolist()
-
-
-def block_hidden(path: Path, golden: Golden) -> mx.array:
-    """The hidden states of a golden's first round."""
-    drafter = load_drafter(path, golden.target())  # type: ignore[arg-type]
-    state, taps = drafter.new_state(1), golden.taps(0, len(drafter.taps))
-    rows = taps[0].shape[1]
-    drafter.extend(state, mx.zeros((1, rows), dtype=mx.int32), taps, [rows])
-    return drafter.hidden(state, golden.inputs["anchor_0"], drafter.max_block)
-
-
-def test_a_failed_conversion_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: object, **kwargs: object) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(mx, "save_safetensors", full)
-    with pytest.raises(CheckpointError, match="no space left"):
-        convert(SOURCE, tmp_path / "drafter")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_conversion_overwrites_nothing(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is there already"):
-        convert(SOURCE, tmp_path)

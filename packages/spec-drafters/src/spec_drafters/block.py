@@ -58,7 +58,7 @@ class BlockDrafter:
 
     @property
     def taps(self) -> Sequence[int]:
-        return self.spec.taps
+        return self.spec.taps or ()
 
     @property
     def max_block(self) -> int:

@@ -110,7 +110,6 @@ def _spec(checkpoint: Checkpoint, packaging: str, first_slot: FirstSlot | None) 
     lends = packaging in (ZLAB, DFLASH2)
     own_embedding = not lends and "embed_tokens.weight" in checkpoint.tensors
     own_head = not lends and "lm_head.weight" in checkpoint.tensors
-    softcap = own.number_or_none("final_logit_softcapping")
     return BlockSpec(
         packaging=packaging,
         mode="dspark" if markov else "dflash",
@@ -135,7 +134,7 @@ def _spec(checkpoint: Checkpoint, packaging: str, first_slot: FirstSlot | None) 
         embed_scale=_embed_scale(own, own_embedding),
         output_multiplier=own.number("output_multiplier", 1.0),
         mask_embedding=_MASK in checkpoint.tensors,
-        softcap=softcap if softcap or own_head else "target",
+        softcap=_softcap(own, own_head),
         markov=markov,
         confidence=read_confidence(own, markov, block),
         log_snr=read_log_snr(own),
@@ -148,6 +147,14 @@ def _embed_scale(own: Config, own_embedding: bool) -> float | OfTarget:
     if "input_embedding_scale" in own:
         return own.number("input_embedding_scale")
     return 1.0 if own_embedding else "target"
+
+
+def _softcap(own: Config, own_head: bool) -> float | OfTarget | None:
+    """What the file says, 0 for none; else none for its own head, the target's for its."""
+    if "final_logit_softcapping" in own:
+        value = own.real("final_logit_softcapping")
+        return own.number("final_logit_softcapping") if value else None
+    return None if own_head else "target"
 
 
 def _draft_vocabulary(checkpoint: Checkpoint, own_head: bool) -> int | None:

@@ -28,7 +28,7 @@ from spec_drafters.heads import Head, TokenEmbedding, token_ids
 from spec_drafters.linear import Weights
 from spec_drafters.picks import Picks
 from spec_drafters.rope import Offset
-from spec_drafters.spec import DEFAULT_TAPS, EagleSpec
+from spec_drafters.spec import EagleSpec
 
 
 class TapFusion:
@@ -40,8 +40,8 @@ class TapFusion:
         if spec.tap_norm == "all":
             self._joint = weights.vector("input_norm.weight")
         if spec.tap_norm == "each":
-            count = len(spec.taps) or DEFAULT_TAPS
-            self._each = [weights.vector(f"fc_norm.{tap}.weight") for tap in range(count)]
+            names = [f"fc_norm.{tap}.weight" for tap in range(spec.tap_count)]
+            self._each = [weights.vector(name) for name in names]
         self._fuse = weights.linear("fc")
 
     def __call__(self, taps: Sequence[mx.array]) -> mx.array:
@@ -173,7 +173,7 @@ class EagleDrafter:
 
     @property
     def taps(self) -> Sequence[int]:
-        return self.spec.taps
+        return self.spec.taps or ()
 
     @property
     def max_block(self) -> int:

@@ -25,7 +25,9 @@ def fit(spec: Spec, info: TargetInfo, *, lends: bool) -> Spec:
         MisfitError: sizes, layers or taps do not fit, or something to borrow is not lent.
     """
     name = f"{spec.packaging} drafter"
-    if not info.tappable:
+    if spec.taps is None:
+        spec = replace(spec, taps=default_taps(info.num_layers))
+    if spec.taps and not info.tappable:
         raise MisfitError(
             f"the {name} reads hidden states, which the target {info.family} does not offer: "
             f"{info.taps_refused or 'no reason given'}"
@@ -34,9 +36,7 @@ def fit(spec: Spec, info: TargetInfo, *, lends: bool) -> Spec:
     _equal(name, "vocabulary", spec.vocab_size, info.vocab_size)
     if spec.num_target_layers is not None:
         _equal(name, "target layer count", spec.num_target_layers, info.num_layers)
-    if not spec.taps:
-        spec = replace(spec, taps=default_taps(info.num_layers))
-    _check_taps(name, spec.taps, info.num_layers)
+    _check_taps(name, spec.taps or (), info.num_layers)
     if isinstance(spec, BlockSpec):
         _check_mask(name, spec)
     if not (spec.own_embedding and spec.own_head) and not lends:

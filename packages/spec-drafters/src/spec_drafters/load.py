@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Literal, get_args
 
 import mlx.core as mx
 
 from spec_core.errors import InvalidValueError
-from spec_core.seams import EmbeddingLender, Target
+from spec_core.seams import Drafter, EmbeddingLender, Target
 from spec_drafters.block import BlockDrafter
 from spec_drafters.checkpoint import Checkpoint
 from spec_drafters.eagle import EagleDrafter
@@ -17,7 +18,7 @@ from spec_drafters.errors import CheckpointError
 from spec_drafters.fit import fit
 from spec_drafters.linear import Precision, Weights
 from spec_drafters.probe import right_slots
-from spec_drafters.recognize import open_checkpoint, recognize
+from spec_drafters.recognize import open_checkpoint, packaging_of, read_as, recognize
 from spec_drafters.spec import BlockSpec, DrafterSpec, EagleSpec
 
 SlotConvention = Literal["auto", "anchor", "shifted"]
@@ -42,7 +43,7 @@ def load_drafter(
     bits: int | None = None,
     dtype: str | mx.Dtype | None = None,
     slot_convention: SlotConvention = "auto",
-) -> BlockDrafter | EagleDrafter:
+) -> Drafter:
     """Load a drafter for a target. Everything is checked before weights are read.
 
     Args:
@@ -65,12 +66,12 @@ def load_drafter(
         raise InvalidValueError("drafter bits", bits, "4, 8 or None")
     wanted = None if dtype is None else _dtype(dtype)
     checkpoint = open_checkpoint(Path(path))
-    lender = target.lender
-    spec = with_slots(recognize(checkpoint), slot_convention)
+    packaging, lender = packaging_of(checkpoint), target.lender
+    spec = with_slots(read_as(packaging, checkpoint), slot_convention)
     spec = fit(spec, target.info, lends=lender is not None)
-    precision = Precision(wanted or _own_dtype(checkpoint), bits)
+    precision = Precision(wanted or _own_dtype(checkpoint, spec), bits)
     weights = Weights(checkpoint.read(spec.tensors()), precision)
-    drafter = build(spec, weights, lender)
+    drafter = (packaging.build or build)(spec, weights, lender)
     if isinstance(drafter, BlockDrafter) and drafter.spec.first_slot is None:
         return right_slots(target, drafter)
     return drafter
@@ -110,11 +111,12 @@ def _dtype(name: str | mx.Dtype) -> mx.Dtype:
     raise InvalidValueError("drafter dtype", name, "float32, bfloat16 or float16")
 
 
-def _own_dtype(checkpoint: Checkpoint) -> mx.Dtype:
-    """What most of the file is in: the type of its widest matrix, `fc`."""
-    name = checkpoint.tensors["fc.weight"].dtype
-    if name in _QUANTISED:
+def _own_dtype(checkpoint: Checkpoint, spec: DrafterSpec) -> mx.Dtype:
+    """What most of the file is in: the type of its largest tensor."""
+    largest = max(spec.tensors(), key=lambda name: prod(checkpoint.tensors[name].shape))
+    kind = checkpoint.tensors[largest].dtype
+    if kind in _QUANTISED:
         return mx.bfloat16
-    if name not in _DTYPES:
-        raise CheckpointError(f"{checkpoint.path.name}: fc.weight is {name}, not a float type")
-    return _DTYPES[name]
+    if kind not in _DTYPES:
+        raise CheckpointError(f"{checkpoint.path.name}: {largest} is {kind}, not a float type")
+    return _DTYPES[kind]

@@ -6,7 +6,6 @@ A GGUF file is translated when it is opened, and then recognised like any other 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from spec_drafters import deepspec, dflash, eagle3, speculators
@@ -14,30 +13,8 @@ from spec_drafters.checkpoint import Checkpoint, open_safetensors
 from spec_drafters.errors import CheckpointError, PackagingError
 from spec_drafters.gguf import is_gguf
 from spec_drafters.gguf_drafter import open_gguf
+from spec_drafters.packaging import Packaging, installed_packagings
 from spec_drafters.spec import DrafterSpec, Shape
-
-
-@dataclass(frozen=True, slots=True)
-class Packaging:
-    """One row of the recognition table.
-
-    Attributes:
-        name: what errors and the compatibility table call it.
-        sign: how it is told apart, for people.
-        matches: whether a checkpoint is one.
-        read: the checkpoint's spec, where the packaging is supported.
-        refusal: why it is not, in one sentence.
-    """
-
-    name: str
-    sign: str
-    matches: Callable[[Checkpoint], bool]
-    read: Callable[[Checkpoint], DrafterSpec] | None = None
-    refusal: Callable[[Checkpoint], str] | None = None
-
-    @property
-    def status(self) -> str:
-        return "loaded" if self.read else "refused by name"
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -73,10 +50,24 @@ def recognize(checkpoint: Checkpoint) -> DrafterSpec:
         PackagingError: its packaging is unknown or not supported; says which and why.
         CheckpointError: config and tensors contradict each other.
     """
-    packaging = next(row for row in PACKAGINGS if row.matches(checkpoint))
+    return read_as(packaging_of(checkpoint), checkpoint)
+
+
+def packaging_of(checkpoint: Checkpoint) -> Packaging:
+    """The row that matches: of those that other distributions registered, else of our table.
+
+    Raises:
+        PackagingError: a registered packaging cannot be loaded.
+    """
+    rows = (*installed_packagings(), *PACKAGINGS)
+    return next(row for row in rows if row.matches(checkpoint))
+
+
+def read_as(packaging: Packaging, checkpoint: Checkpoint) -> DrafterSpec:
+    """What a checkpoint is in its packaging. Raises: as `recognize`."""
     if packaging.read is None:
-        assert packaging.refusal is not None
-        raise PackagingError(packaging.name, packaging.refusal(checkpoint))
+        reason = packaging.refusal(checkpoint) if packaging.refusal else "it is not supported"
+        raise PackagingError(packaging.name, reason)
     _refuse_strange_features(checkpoint, packaging.name)
     spec = packaging.read(checkpoint)
     check_tensors(spec, checkpoint)
@@ -106,7 +97,7 @@ def _wrong_shape(spec: DrafterSpec, where: str, name: str, seen: Shape, wanted: 
     message = f"{where}: {name} has shape {list(seen)}; its config implies {list(wanted)}"
     if name == "fc.weight" and seen[0] == wanted[0] and seen[1] % spec.hidden_size == 0:
         taps = seen[1] // spec.hidden_size
-        message += f" ({taps} taps instead of the {len(spec.taps)} that are named)"
+        message += f" ({taps} taps instead of the {spec.tap_count} that are named)"
     return message
 
 

@@ -134,8 +134,8 @@ class DrafterSpec:
     Attributes:
         packaging: the name of the row of the recognition table that read it.
         mode: what statistics call it.
-        taps: target layers, in the order their outputs are concatenated; -1 = embedding. Empty
-            only where the file names none and the target's depth decides; see `fit`.
+        taps: target layers, in the order their outputs are concatenated; -1 = embedding. None
+            where the file names none and the target's depth decides; see `fit`.
         num_target_layers: the target's decoder layers, or None where the file does not say.
         own_embedding, own_head: in the file; otherwise borrowed from the target.
         keys_as_values: values are the raw keys; there is no v_proj.
@@ -159,7 +159,7 @@ class DrafterSpec:
     vocab_size: int
     norm_eps: float
     rope: Rope
-    taps: tuple[int, ...]
+    taps: tuple[int, ...] | None
     num_target_layers: int | None
     own_embedding: bool
     own_head: bool
@@ -180,6 +180,10 @@ class DrafterSpec:
     def max_block(self) -> int:
         """The most tokens it proposes in a round."""
         raise NotImplementedError
+
+    @property
+    def tap_count(self) -> int:
+        return DEFAULT_TAPS if self.taps is None else len(self.taps)
 
     @property
     def head_rows(self) -> int:
@@ -225,7 +229,7 @@ class Alike(TypedDict):
     num_heads: int
     vocab_size: int
     norm_eps: float
-    taps: tuple[int, ...]
+    taps: tuple[int, ...] | None
     num_target_layers: int | None
     own_embedding: bool
     own_head: bool
@@ -312,7 +316,7 @@ class EagleSpec(DrafterSpec):
         return self.draft_length
 
     def tensors(self) -> dict[str, Shape]:
-        hidden, taps = self.hidden_size, len(self.taps) or DEFAULT_TAPS
+        hidden, taps = self.hidden_size, self.tap_count
         tensors = _ends(self) | {"layers.0.hidden_norm.weight": (hidden,)}
         named = _layer(self, 2 * hidden)
         tensors |= {f"layers.0.{name}": shape for name, shape in named.items()}
@@ -333,7 +337,7 @@ def _ends(spec: DrafterSpec) -> dict[str, Shape]:
     """What lies before and behind the layers."""
     hidden, vocab = spec.hidden_size, spec.vocab_size
     tensors: dict[str, Shape] = {
-        "fc.weight": (hidden, (len(spec.taps) or DEFAULT_TAPS) * hidden),
+        "fc.weight": (hidden, spec.tap_count * hidden),
         "norm.weight": (hidden,),
     }
     if spec.own_embedding:

@@ -42,7 +42,7 @@ def read_speculators(checkpoint: Checkpoint) -> DrafterSpec:
     if algorithm == "eagle3":
         return _eagle(checkpoint)
     if algorithm in ALGORITHMS:
-        return _block(checkpoint, algorithm)
+        return _block(checkpoint)
     raise PackagingError(
         NAME, f"the algorithm {algorithm!r} is not supported; {', '.join(ALGORITHMS)} are"
     )
@@ -54,7 +54,7 @@ def algorithm_of(config: Config) -> str:
     return named or config.text("speculators_model_type")
 
 
-def _block(checkpoint: Checkpoint, algorithm: str) -> BlockSpec:
+def _block(checkpoint: Checkpoint) -> BlockSpec:
     config = checkpoint.config
     projector = config.text("projector_type", "dflash")
     require(projector == "dflash", NAME, f"projector_type {projector!r}")
@@ -65,7 +65,7 @@ def _block(checkpoint: Checkpoint, algorithm: str) -> BlockSpec:
     return BlockSpec(
         **_common(checkpoint, "aux_hidden_state_layer_ids", normed=True),
         packaging=NAME,
-        mode="dspark" if algorithm == "dspark" else "dflash",
+        mode="dspark" if markov else "dflash",
         attention=_attention(config, layers),
         draft_vocab_size=_draft_vocabulary(checkpoint),
         block_size=block,
@@ -149,13 +149,13 @@ def _rope(layers: Config) -> Rope:
     return read_rope(layers, NAME)
 
 
-def _taps(checkpoint: Checkpoint, key: str, hidden: int) -> tuple[int, ...]:
+def _taps(checkpoint: Checkpoint, key: str, hidden: int) -> tuple[int, ...] | None:
     """Layer ids, each one less than in the file; none where the target's depth decides.
 
     A list may end with the target's last layer, which only training reads.
     """
     if key not in checkpoint.config:
-        return ()
+        return None
     ids = checkpoint.config.integers(key)
     fuse = checkpoint.tensors.get("fc.weight")
     if fuse is not None and fuse.shape[-1] == (len(ids) - 1) * hidden:
