@@ -176,6 +176,12 @@ def test_a_slot_convention_is_written_down(
         convert(GOLDEN / "eagle3_qwen3", tmp_path / "other", slot_convention=convention)
 
 
+def test_moved_taps_are_written_down(tmp_path: Path) -> None:
+    converted = convert(GOLDEN / "dspark_qwen3", tmp_path / "drafter", tap_shift=-1)
+    before = inspect_drafter(GOLDEN / "dspark_qwen3").taps
+    assert converted.spec.taps == tuple(tap - 1 for tap in before or ())
+
+
 def test_what_a_file_does_not_say_stays_unsaid(tmp_path: Path) -> None:
     convert(GOLDEN / "hybrid_dflash_markov", tmp_path / "drafter")
     before = inspect_drafter(GOLDEN / "hybrid_dflash_markov")

@@ -14,7 +14,8 @@ from spec_core.testing import NoisyOracle, TinyTarget, continuation
 from spec_drafters.block import BlockDrafter
 from spec_drafters.errors import PackagingError
 from spec_drafters.load import SlotConvention, inspect_drafter, load_drafter
-from spec_drafters.probe import measure, plain_prompts
+from spec_drafters.probe import Acceptance, measure, plain_prompts
+from spec_drafters.readings import Reading, hint, readings
 
 from .helpers import Golden
 
@@ -150,3 +151,41 @@ def test_plain_prompts_are_legal_and_differ(vocabulary: int) -> None:
     prompts = plain_prompts(vocabulary)
     assert all(0 <= token < vocabulary for prompt in prompts for token in prompt)
     assert vocabulary < 300 or len({tuple(p) for p in prompts}) == len(prompts)
+
+
+# --- several readings ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("convention", ["anchor", "shifted"])
+def test_the_right_reading_is_pointed_out(tmp_path: Path, convention: SlotConvention) -> None:
+    folder, prompts = hybrid(tmp_path, convention), plain_prompts(VOCAB)[:2]
+    other: SlotConvention = "shifted" if convention == "anchor" else "anchor"
+    wrong = list(readings(folder, target(), prompts, slot_convention=other, tokens=20))
+    assert [(r.slot_convention, r.tap_shift) for r in wrong] == [
+        (other, 0),
+        (convention, 0),
+        (other, -1),
+        (other, 1),
+    ]
+    advice = hint(wrong)
+    assert advice is not None
+    assert f"with --slot-convention {convention}: " in advice
+    assert hint(list(readings(folder, target(), prompts, tokens=20))) is None
+
+
+def test_taps_that_the_target_does_not_have_are_not_tried() -> None:
+    golden = Golden.named("eagle3_qwen3")
+    info = golden.target().info
+    tiny = TinyTarget(info.vocab_size, info.hidden_size, 12)
+    found = list(readings(golden.path, tiny, [[1, 2, 3]], tap_shift=1, tokens=4))
+    assert [(r.slot_convention, r.tap_shift) for r in found] == [("auto", 1), ("auto", 0)]
+
+
+def test_moved_taps_are_pointed_out() -> None:
+    def reading(shift: int, accepted: float) -> Reading:
+        return Reading("auto", shift, Acceptance(10, accepted, (0.5,)))
+
+    advice = hint([reading(0, 0.4), reading(-1, 1.2), reading(1, 0.3)])
+    assert advice is not None
+    assert advice.startswith("0.40 guesses a round are accepted, 1.20 with --tap-shift -1: ")
+    assert hint([reading(0, 1.0), reading(-1, 1.2)]) is None

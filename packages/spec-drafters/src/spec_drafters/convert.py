@@ -17,7 +17,7 @@ from spec_drafters.checkpoint import Checkpoint
 from spec_drafters.config import Config
 from spec_drafters.errors import CheckpointError, DrafterError, PackagingError
 from spec_drafters.fit import default_taps
-from spec_drafters.load import SlotConvention, with_slots
+from spec_drafters.load import SlotConvention, read_otherwise
 from spec_drafters.native import deepspec_config, dflash_config
 from spec_drafters.recognize import open_checkpoint, recognize
 from spec_drafters.spec import DrafterSpec
@@ -44,6 +44,7 @@ def convert(
     dest: str | Path,
     *,
     slot_convention: SlotConvention = "auto",
+    tap_shift: int = 0,
     target_layers: int | None = None,
 ) -> Converted:
     """Write the drafter at `source` as safetensors with DeepSpec's names, to be loaded from `dest`.
@@ -55,21 +56,23 @@ def convert(
         source: any checkpoint that is read here.
         dest: the new folder.
         slot_convention: as for `load_drafter`; what it names is written down.
+        tap_shift: the same.
         target_layers: the target's decoder layers. They are needed only where the source leaves
             its taps to the target's depth.
 
     Raises:
         DrafterError: the source is not read here, or is damaged.
         CheckpointError: `dest` is there already, or cannot be written.
-        InvalidValueError: the convention is unknown, or the drafter has no slots.
+        InvalidValueError: as `read_otherwise`.
     """
     source, dest = Path(source), Path(dest)
     if dest.exists():
         raise CheckpointError(f"{dest} is there already; remove it or name another destination")
     checkpoint = open_checkpoint(source)
-    spec = with_slots(recognize(checkpoint), slot_convention)
+    spec = recognize(checkpoint)
     if spec.taps is None:
         spec = replace(spec, taps=_taps(source, target_layers))
+    spec = read_otherwise(spec, slot_convention, tap_shift)
     layout, config = _config(checkpoint, spec)
     arrays = checkpoint.read(spec.tensors())
     for name, array in arrays.items():

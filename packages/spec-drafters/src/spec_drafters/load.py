@@ -43,6 +43,7 @@ def load_drafter(
     bits: int | None = None,
     dtype: str | mx.Dtype | None = None,
     slot_convention: SlotConvention = "auto",
+    tap_shift: int = 0,
 ) -> Drafter:
     """Load a drafter for a target. Everything is checked before weights are read.
 
@@ -55,19 +56,20 @@ def load_drafter(
         slot_convention: which slot of a block predicts the token after the anchor: the anchor's
             own ("anchor"), the one after it ("shifted"), or as the file says ("auto"); a file
             that does not say is tried both ways on the target, which takes a few seconds.
+        tap_shift: added to the number of every tapped layer, for a file that counts otherwise.
 
     Raises:
         PackagingError: the packaging is unknown or not supported.
         CheckpointError: files are missing, damaged or contradictory.
         MisfitError: the drafter does not fit the target.
-        InvalidValueError: `bits`, `dtype` or `slot_convention` is out of range.
+        InvalidValueError: `bits`, `dtype`, `slot_convention` or `tap_shift` is out of range.
     """
     if bits not in (None, 4, 8):
         raise InvalidValueError("drafter bits", bits, "4, 8 or None")
     wanted = None if dtype is None else _dtype(dtype)
     checkpoint = open_checkpoint(Path(path))
     packaging, lender = packaging_of(checkpoint), target.lender
-    spec = with_slots(read_as(packaging, checkpoint), slot_convention)
+    spec = read_otherwise(read_as(packaging, checkpoint), slot_convention, tap_shift)
     spec = fit(spec, target.info, lends=lender is not None)
     precision = Precision(wanted or _own_dtype(checkpoint, spec), bits)
     weights = Weights(checkpoint.read(spec.tensors()), precision)
@@ -77,21 +79,28 @@ def load_drafter(
     return drafter
 
 
-def with_slots(spec: DrafterSpec, convention: SlotConvention) -> DrafterSpec:
-    """The spec under a slot convention.
+def read_otherwise(
+    spec: DrafterSpec, slot_convention: SlotConvention, tap_shift: int
+) -> DrafterSpec:
+    """The spec under another slot convention, with its taps moved.
 
     Raises:
-        InvalidValueError: the convention is unknown, or the drafter has no slots.
+        InvalidValueError: the convention is unknown, the drafter has no slots, or no taps that
+            could move.
     """
-    if convention not in get_args(SlotConvention):
-        raise InvalidValueError("slot_convention", convention, "auto, anchor or shifted")
-    if convention == "auto":
+    if slot_convention not in get_args(SlotConvention):
+        raise InvalidValueError("slot_convention", slot_convention, "auto, anchor or shifted")
+    if tap_shift and not spec.taps:
+        raise InvalidValueError("tap_shift", tap_shift, "0: the file names no taps")
+    if tap_shift:
+        spec = replace(spec, taps=tuple(tap + tap_shift for tap in spec.taps or ()))
+    if slot_convention == "auto":
         return spec
     if not isinstance(spec, BlockSpec):
         raise InvalidValueError(
-            "slot_convention", convention, f"auto: a drafter of mode {spec.mode} has no slots"
+            "slot_convention", slot_convention, f"auto: a drafter of mode {spec.mode} has no slots"
         )
-    return replace(spec, first_slot=0 if convention == "anchor" else 1)
+    return replace(spec, first_slot=0 if slot_convention == "anchor" else 1)
 
 
 def build(
