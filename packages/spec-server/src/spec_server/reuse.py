@@ -7,7 +7,7 @@ after each pause, what is new is pictured and stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spec_cache import (
     Hit,
@@ -18,6 +18,10 @@ from spec_cache import (
     chunk_end,
 )
 from spec_core import Batch, Prefill, Request, RowImage, StateImage
+
+
+_WORTHWHILE = 16
+"""Shorter hits are computed anew: templates begin alike, and a restored row costs a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,8 @@ class PrefixReuse:
         hit = self.cache.match(self._namespace, request.prompt)
         if hit.pending > hit.length:
             return None
+        if hit.length < _WORTHWHILE:
+            hit = replace(hit, length=0, parts={})
         prefill = batch.prefill(request, _row_image(hit))
         length, block = len(request.prompt), self.cache.block
         stops = checkpoint_lengths(length, block, start=hit.length) if self._recurrent else ()
