@@ -93,7 +93,7 @@ def check_accepts(
     accepted = [outcome.accepted for outcome in outcomes if not outcome.prefill]
     whole = rounds_within(rounds, len(output) - 1)
     assert accepted[:whole] == rounds[:whole]
-    assert whole > 2
+    assert whole > 0
 
 
 def rounds_within(rounds: list[int], tokens: int) -> int:
