@@ -33,17 +33,17 @@ class Anatomy:
 
 
 def dissect(model: Module) -> Anatomy:
-    """Find the parts by structure: the inner model is the one that owns the layer list."""
+    """Find the parts by structure: the inner model is the one that owns the layer list, unless it
+    owns the head as well."""
     layers = tuple(model.layers)
-    owners = [module for module in _modules(model) if _owns(module, layers)]
-    inner = owners[0] if owners and owners[0] is not model else None
-    outer = model if inner is None else _parent(model, inner)
+    owner = next((module for module in _modules(model) if _owns(module, layers)), model)
+    whole = owner is model or _child(owner, _HEADS) is not None
     return Anatomy(
         model=model,
         layers=layers,
-        inner=inner,
-        embedding=_child(inner or model, _EMBEDDINGS),
-        head=_child(outer, _HEADS),
+        inner=None if whole else owner,
+        embedding=_child(owner, _EMBEDDINGS),
+        head=_child(owner if whole else _parent(model, owner), _HEADS),
     )
 
 

@@ -8,28 +8,43 @@ import struct
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from spec_targets.errors import IncompleteTargetError, UnsupportedTargetError
 from spec_targets.families import known_as
 from spec_targets.mlx_lm_import import mlx_lm_utils
+from spec_targets.vlm import vlm_installed, vlm_knows
 
 _LARGEST_HEADER = 1 << 28
 
 
-def check_folder(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """The folder's config, once everything that loading needs is known to be there.
+Library = Literal["lm", "vlm"]
+"""Who loads and runs a model: mlx-lm, or mlx-vlm (the extra `vlm`)."""
+
+_WEIGHTS: Mapping[Library, str] = {"lm": "model*.safetensors", "vlm": "*.safetensors"}
+
+
+def check_folder(
+    folder: Path, *, through: Library | None = None, trust_remote_code: bool = False
+) -> Library:
+    """Who loads the folder, once everything that loading needs is known to be there.
+
+    Args:
+        folder: holds config.json and weights.
+        through: whom to ask; None: mlx-lm, or mlx-vlm for types that only it has.
+        trust_remote_code: allow the checkpoint's own code.
 
     Raises:
         IncompleteTargetError: config.json or weights are missing, unreadable or truncated.
-        UnsupportedTargetError: mlx-lm has no such model type, or the checkpoint wants its own
-            code run and that was not allowed.
+        UnsupportedTargetError: no such model type, mlx-vlm is asked for and not installed, or the
+            checkpoint wants its own code run and that was not allowed.
     """
     config = read_config(folder)
-    _check_type(folder, config, trust_remote_code)
-    for file in _weight_files(folder):
+    _check_code(folder, config, trust_remote_code)
+    library = _library(folder, config, through)
+    for file in _weight_files(folder, _WEIGHTS[library]):
         check_safetensors(file)
-    return config
+    return library
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -66,13 +81,11 @@ def check_safetensors(file: Path) -> None:
         )
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that mlx-lm loads. Raises IncompleteTargetError if one is missing."""
-    files = sorted(folder.glob("model*.safetensors"))
+def _weight_files(folder: Path, pattern: str) -> list[Path]:
+    """The files that are loaded. Raises IncompleteTargetError if one is missing."""
+    files = sorted(folder.glob(pattern))
     if not files:
-        raise IncompleteTargetError(
-            f"{folder} has no weights: no file there is named model*.safetensors"
-        )
+        raise IncompleteTargetError(f"{folder} has no weights: no file there is named {pattern}")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         missing = sorted(_indexed(index) - {file.name for file in files})
@@ -90,18 +103,33 @@ def _indexed(index: Path) -> set[str]:
         raise IncompleteTargetError(f"{index} is not a readable index: {error}") from error
 
 
-def _check_type(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> None:
+def _check_code(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> None:
     code = config.get("model_file")
     if code is not None and not trust_remote_code:
         raise UnsupportedTargetError(
             f"{folder} wants to run its own code ({code!r}); it is refused unless "
             "trust_remote_code is set"
         )
-    model_type = config["model_type"]
-    if code is None and not _known(model_type):
+
+
+def _library(folder: Path, config: Mapping[str, Any], through: Library | None) -> Library:
+    """Who loads it. Raises UnsupportedTargetError if nobody does."""
+    if through == "vlm" and not vlm_installed():
         raise UnsupportedTargetError(
-            f"model type {model_type!r} of {folder} is not one that the installed mlx-lm knows"
+            f"{folder} is to be loaded through mlx-vlm, which is not installed; install "
+            "spec-targets with its extra vlm"
         )
+    model_type = config["model_type"]
+    if through != "vlm" and (config.get("model_file") is not None or _known(model_type)):
+        return "lm"
+    if through != "lm" and vlm_knows(config):
+        return "vlm"
+    asked = {"lm": "mlx-lm", "vlm": "mlx-vlm"}.get(through or "", "mlx-lm")
+    if through is None:
+        asked += " or mlx-vlm" if vlm_installed() else " (the extra vlm brings more)"
+    raise UnsupportedTargetError(
+        f"model type {model_type!r} of {folder} is not one that the installed {asked} knows"
+    )
 
 
 def _known(model_type: str) -> bool:

@@ -42,15 +42,15 @@ class Family:
         return dissect(model)
 
     def own_caches(self, model: Module, options: LayerOptions) -> list[Any]:
-        """Fresh mlx-lm caches, one for each layer that has its own."""
+        """Fresh caches of the library's own, one for each layer that has its own."""
         mlx_lm_utils()
-        from mlx_lm.models.cache import KVCache, make_prompt_cache
+        from mlx_lm.models.cache import make_prompt_cache
 
         made = list(make_prompt_cache(model))
         if options.kv_bits is None:
             return made
         how = {"group_size": options.group_size, "bits": options.kv_bits}
-        return [c.to_quantized(**how) if type(c) is KVCache else c for c in made]
+        return [c.to_quantized(**how) if type(c).__name__ == "KVCache" else c for c in made]
 
     def new_layers(
         self, own: Sequence[Any], frame: Frame, options: LayerOptions
