@@ -8,6 +8,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from spec_core import blas
+
 GROUP_SIZES = (64, 32)
 
 
@@ -195,8 +197,7 @@ def linear(weight: mx.array, precision: Precision) -> Linear:
     if group_size is not None:
         return _quantized(weight, group_size, precision)
     transposed = weight.swapaxes(-1, -2)
-    # An unoptimised BLAS walks float32 columns twice as fast as rows; elsewhere [out, in] wins.
-    if precision.dtype == mx.float32 and mx.default_device().type == mx.DeviceType.cpu:
+    if precision.dtype == mx.float32 and blas.unoptimised():
         transposed = mx.contiguous(transposed)
     mx.eval(transposed)
     return _Dense(transposed)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import sys
-from functools import cache
-from pathlib import Path
 from typing import Literal
 
 import mlx.core as mx
 
+from spec_core.blas import replacement
+
 Backend = Literal["cpu", "metal", "cuda"]
 
 BUNDLED_BLAS = "the BLAS that MLX brings"
-
-_LIBRARY = re.compile(r"/lib(openblas|mkl_rt|blis|armpl|atlas)[^/\s]*\.so", re.IGNORECASE)
 
 
 def backend() -> Backend:
@@ -26,18 +23,9 @@ def backend() -> Backend:
     return "metal" if mx.metal.is_available() else "cuda"
 
 
-@cache
 def blas() -> str | None:
-    """The BLAS that was loaded before MLX's own and so takes its place: "openblas", or None.
-
-    Linux only, where MLX's CPU wheel brings an unoptimised one. A library that other modules
-    brought for themselves does not count: only one in the global scope replaces MLX's.
-    """
-    if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "cblas_sgemm"):
-        return None
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
-    found = _LIBRARY.search(maps)
-    return "another BLAS" if found is None else found.group(1).lower()
+    """The BLAS that takes the place of MLX's own on a Linux CPU: "openblas", or None."""
+    return replacement()
 
 
 def blas_threads() -> int | None:

@@ -20,9 +20,11 @@ from spec_targets.errors import (
     UnsupportedTargetError,
 )
 from spec_targets.families import known_as
-from spec_targets.folder import check_folder
+from spec_targets.folder import Library, check_folder
+from spec_targets.layout import lay_out
 from spec_targets.mlx_lm_import import mlx_lm_utils
 from spec_targets.target import ModelTarget
+from spec_targets.vlm import load_vlm
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _HUB_SECONDS = 1.5  # the client asks twice
@@ -70,8 +72,9 @@ def load_target(
     kv_bits: int | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    through: Library | None = None,
 ) -> LoadedTarget:
-    """Load an mlx-lm model, check its files, and prove that it is a target.
+    """Load a model, check its files, and prove that it is a target.
 
     Args:
         path_or_id: a folder, or a hub id such as "mlx-community/Qwen3-4B-bf16".
@@ -81,9 +84,11 @@ def load_target(
             bounded and stay as they are; a model that has nothing else is refused.
         revision: branch, tag or commit on the hub.
         trust_remote_code: allow a checkpoint to bring its own architecture as Python code.
+        through: "lm" for mlx-lm, "vlm" for mlx-vlm's language model (the extra `vlm`); None:
+            mlx-lm, or mlx-vlm for types that only it has.
 
     Raises:
-        InvalidValueError: `dtype` or `kv_bits` is not one of those.
+        InvalidValueError: `dtype`, `kv_bits` or `through` is not one of those.
         TargetNotFoundError: no such folder, or the hub does not have it or cannot be reached.
         IncompleteTargetError: files are missing, truncated or unreadable.
         UnsupportedTargetError: unknown architecture, or one that cannot be decoded exactly.
@@ -91,12 +96,15 @@ def load_target(
     cast = _dtype(dtype)
     if kv_bits not in (None, 4, 8):
         raise InvalidValueError("kv_bits", kv_bits, "4 or 8, or left out")
+    if through not in (None, "lm", "vlm"):
+        raise InvalidValueError("through", through, '"lm" or "vlm", or left out')
     folder = locate(path_or_id, revision)
-    check_folder(folder, trust_remote_code=trust_remote_code)
-    model, config = _load_model(folder, trust_remote_code)
+    library = check_folder(folder, through=through, trust_remote_code=trust_remote_code)
+    model, config = _load_model(folder, library, trust_remote_code)
     if cast is not None:
         _cast(model, cast)
     mx.eval(_parameters(model))
+    lay_out(model)
     try:
         target = build_target(model, config, kv_bits=kv_bits)
     except UnsupportedTargetError as error:
@@ -158,20 +166,23 @@ def _hub_answers(name: str, revision: str | None) -> bool:
     return True
 
 
-def _load_model(folder: Path, trust_remote_code: bool) -> tuple[Module, dict[str, Any]]:
+def _load_model(
+    folder: Path, library: Library, trust_remote_code: bool
+) -> tuple[Module, dict[str, Any]]:
     try:
-        loaded: tuple[Module, dict[str, Any]] = mlx_lm_utils().load_model(
-            folder,
-            lazy=True,
-            get_model_classes=_classes,
-            trust_remote_code=trust_remote_code,
-        )
+        return load_vlm(folder) if library == "vlm" else _load_lm(folder, trust_remote_code)
     except SpecError:
         raise
     except MemoryError:
         raise
     except Exception as error:
-        raise TargetError(f"mlx-lm cannot load {folder}: {_sentence(error)}") from error
+        raise TargetError(f"mlx-{library} cannot load {folder}: {_sentence(error)}") from error
+
+
+def _load_lm(folder: Path, trust_remote_code: bool) -> tuple[Module, dict[str, Any]]:
+    loaded: tuple[Module, dict[str, Any]] = mlx_lm_utils().load_model(
+        folder, lazy=True, get_model_classes=_classes, trust_remote_code=trust_remote_code
+    )
     return loaded
 
 

@@ -1,0 +1,37 @@
+"""Which BLAS multiplies float32 matrices where MLX computes on a Linux CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+
+_LIBRARY = re.compile(r"/lib(openblas|mkl_rt|blis|armpl|atlas)[^/\s]*\.so", re.IGNORECASE)
+
+
+@cache
+def replacement() -> str | None:
+    """The BLAS that was loaded before MLX's own and so takes its place: "openblas", or None.
+
+    Linux only, where MLX's CPU wheel brings an unoptimised one. A library that other modules
+    brought for themselves does not count: only one in the global scope replaces MLX's.
+    """
+    if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "cblas_sgemm"):
+        return None
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    found = _LIBRARY.search(maps)
+    return "another BLAS" if found is None else found.group(1).lower()
+
+
+def unoptimised() -> bool:
+    """Whether float32 matrices go through the BLAS of MLX's Linux wheel.
+
+    It walks a matrix [out, in] twice as fast where that is stored column by column
+    (`mx.contiguous(w.T).T`), with the same sums; an optimised one is slower there for some shapes.
+    """
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    return sys.platform == "linux" and on_cpu and replacement() is None
