@@ -116,6 +116,7 @@ def build_drafter(folder: Path, target: Path, mode: str, **changes: int) -> Path
     rank = 8 if mode == "dspark" else 0
     config = {
         "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
         "block_size": 6,
         "mask_token_id": 1,
         "target_layer_ids": [0],

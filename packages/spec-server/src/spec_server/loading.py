@@ -321,10 +321,31 @@ def load_target_parts(options: LoadOptions, folder: Path) -> TargetParts:
     config = _config(folder)
     threads.settle(_hidden_size(config))
     dtype = options.dtype or default_dtype(config)
-    loaded = load_target(
-        folder, dtype=dtype, kv_bits=options.kv_bits, trust_remote_code=options.trust_remote_code
-    )
+    try:
+        loaded = load_target(
+            folder,
+            dtype=dtype,
+            kv_bits=options.kv_bits,
+            trust_remote_code=options.trust_remote_code,
+        )
+    except SpecError as error:
+        _explain_drafter(folder, error)
+        raise
     return TargetParts(loaded.target, folder, dtype or _activations(loaded.target), loaded.model)
+
+
+def _explain_drafter(folder: Path, error: SpecError) -> None:
+    """Raise ModelLoadError if what could not be loaded as a target is a drafter."""
+    from spec_drafters.load import inspect_drafter
+
+    try:
+        kind = inspect_drafter(folder).mode
+    except SpecError:
+        return
+    raise ModelLoadError(
+        f"{folder} is a {kind} drafter, not a target; name the target it was made for with "
+        "--model, and this one with --drafter"
+    ) from error
 
 
 def _hidden_size(config: Mapping[str, Any]) -> int:
