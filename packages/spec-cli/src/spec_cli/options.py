@@ -84,8 +84,8 @@ loading_options = apply(
     click.option(
         "--dtype",
         type=click.Choice(DTYPES),
-        help="Cast weights and activations. [default: the checkpoint's own; on a Linux CPU with "
-        "an optimised BLAS float32, which is faster there]",
+        help="Cast weights and activations. [default: the checkpoint's own; on a Linux CPU "
+        "float32, which is faster there, if memory allows]",
     ),
     click.option(
         "--cpu-blas",

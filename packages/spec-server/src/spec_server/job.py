@@ -32,7 +32,7 @@ class Labels:
     mode: str
     drafter: str | None = None
     fallbacks: tuple[str, ...] = ()
-    policy: DraftPolicy | None = None
+    policy: DraftPolicy | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
