@@ -169,7 +169,7 @@ def test_the_right_reading_is_pointed_out(tmp_path: Path, convention: SlotConven
     ]
     advice = hint(wrong)
     assert advice is not None
-    assert f"with --slot-convention {convention}: " in advice
+    assert f"with --slot-convention {convention}; " in advice
     assert hint(list(readings(folder, target(), prompts, tokens=20))) is None
 
 
@@ -187,5 +187,5 @@ def test_moved_taps_are_pointed_out() -> None:
 
     advice = hint([reading(0, 0.4), reading(-1, 1.2), reading(1, 0.3)])
     assert advice is not None
-    assert advice.startswith("0.40 guesses a round are accepted, 1.20 with --tap-shift -1: ")
+    assert advice.startswith("0.40 guesses a round are accepted, 1.20 with --tap-shift -1; ")
     assert hint([reading(0, 1.0), reading(-1, 1.2)]) is None

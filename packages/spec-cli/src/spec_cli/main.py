@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import click
 
 from spec_cli.commands.benchmark import benchmark
+from spec_cli.commands.convert import convert
 from spec_cli.commands.generate import generate
 from spec_cli.commands.models import models
 from spec_cli.commands.serve import serve
@@ -49,7 +50,7 @@ def cli() -> None:
     """
 
 
-for _command in (generate, serve, benchmark, models):
+for _command in (generate, serve, benchmark, convert, models):
     cli.add_command(_command)
 
 

@@ -66,8 +66,7 @@ def convert(
         InvalidValueError: as `read_otherwise`.
     """
     source, dest = Path(source), Path(dest)
-    if dest.exists():
-        raise CheckpointError(f"{dest} is there already; remove it or name another destination")
+    check_free(dest)
     checkpoint = open_checkpoint(source)
     spec = recognize(checkpoint)
     if spec.taps is None:
@@ -80,6 +79,12 @@ def convert(
         if array.dtype == mx.float32 and header.startswith("Q"):
             arrays[name] = array.astype(mx.bfloat16)
     return Converted(_write(dest, config, arrays), layout)
+
+
+def check_free(dest: Path) -> None:
+    """Raise CheckpointError if something is at a destination."""
+    if dest.exists():
+        raise CheckpointError(f"{dest} is there already; remove it or name another destination")
 
 
 def _taps(source: Path, layers: int | None) -> tuple[int, ...]:

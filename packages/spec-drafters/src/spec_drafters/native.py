@@ -51,7 +51,7 @@ def dflash_config(spec: DrafterSpec) -> Json | None:
             "conv_kernel_size": spec.convolution.width,
             "conv_group_size": spec.convolution.group,
         }
-    elif spec.first_slot is not None and (spec.markov or owns):
+    elif spec.first_slot == 0 or (spec.first_slot is not None and (spec.markov or owns)):
         architecture = "DSparkDraftModel"
         own["sample_from_anchor"] = spec.first_slot == 0
     if spec.output_multiplier != 1:

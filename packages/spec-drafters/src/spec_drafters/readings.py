@@ -91,6 +91,6 @@ def hint(tried: Sequence[Reading]) -> str | None:
     if best.tap_shift != first.tap_shift:
         changes.append(f"--tap-shift {best.tap_shift:+d}")
     return (
-        f"{low:.2f} guesses a round are accepted, {high:.2f} with {' '.join(changes)}: "
-        "the files seem to follow another convention than they say; try that"
+        f"{low:.2f} guesses a round are accepted, {high:.2f} with {' '.join(changes)}; "
+        "the drafter was probably trained that way"
     )
