@@ -15,7 +15,7 @@ from spec_core.seams import DraftChoice
 from spec_drafters.checkpoint import open_safetensors
 from spec_drafters.config import Config
 from spec_drafters.dflash import layer_attention, read_zlab
-from spec_drafters.errors import CheckpointError, DrafterError, MisfitError, PackagingError
+from spec_drafters.errors import CheckpointError, DrafterError, MisfitError
 from spec_drafters.load import inspect_drafter, load_drafter
 from spec_drafters.recognize import PACKAGINGS, compatibility
 from spec_drafters.spec import LayerAttention
@@ -239,81 +239,6 @@ def test_a_reduced_vocabulary_is_the_whole_one_restricted(tmp_path: Path) -> Non
     got = first_drafts(reduced, golden, Within(allowed)).tolist()
     assert got == first_drafts(golden.drafter(), golden, Within(allowed)).tolist()
     assert got != golden.outputs["greedy_tokens_0"].tolist()
-
-
-# --- what is refused by name --------------------------------------------------------------------
-
-REFUSED = {
-    "embedded": ({"dspark_block_size": 7, "block_size": None}, "full model with an embedded"),
-    "deepseek": ({"model_type": "deepseek_v4"}, "whole target model"),
-    "as-deep-as-the-target": ({"num_target_layers": 3}, "whole target model"),
-    "eagle3": (
-        {"architectures": ["LlamaForCausalLMEagle3"]},
-        "^EAGLE3 in another layout: .* names LlamaForCausalLMEagle3",
-    ),
-    "qwen35": ({"architectures": ["Qwen35DSparkModel"]}, "layers of Qwen35DSparkModel"),
-    "k3": ({"architectures": ["K3DSparkModel"]}, "layers of K3DSparkModel"),
-    "target": (
-        {"architectures": ["Qwen3ForCausalLM"], "block_size": None, "target_layer_ids": None},
-        "Qwen3ForCausalLM and lacks block_size, target_layer_ids",
-    ),
-    "quantised": ({"quantization_config": {"quant_method": "modelopt"}}, "quantised weights"),
-    "mla": ({"q_lora_rank": 512}, "multi-head latent attention"),
-    "fusion": ({"dflash_config": {"layer_fusion": "x"}}, "layer_fusion"),
-    "activation": ({"hidden_act": "relu"}, "the activation relu"),
-    "tied": ({"tie_word_embeddings": True}, "tied to its own embedding"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_packagings_refused_by_name(tmp_path: Path, case: str, load: Load) -> None:
-    changes, message = REFUSED[case]
-    folder = copy(tmp_path, "dspark_qwen3", configured(**changes))
-    with pytest.raises(PackagingError, match=message) as refusal:
-        load(folder)
-    assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
-        (("layers.0.self_attn.q_proj.weight", 128, 128), "^EAGLE3 in another layout: "),
-        (("layers.0.self_attn.q_proj.weight", 256, 64), r"gated attention \(Qwen3\.5 layers\)"),
-        (("layers.0.self_attn.attention_sink_bias", 4), "attention sinks"),
-        (("hidden_correction.weight", 64), "hidden_correction"),
-        (("layers.0.self_attn.q_proj.weight_scale", 1), "quantised weights"),
-    ],
-)
-def test_packagings_refused_by_their_tensors(
-    tmp_path: Path, tensor: tuple[Any, ...], message: str, load: Load
-) -> None:
-    folder = copy(tmp_path, "dspark_qwen3", with_tensor(*tensor))
-    with pytest.raises(PackagingError, match=message):
-        load(folder)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("dspark_gemma4", {"enable_moe_block": True}, "mixture-of-experts"),
-        ("dspark_gemma4", {"hidden_size_per_layer_input": 8}, "per-layer inputs"),
-        ("dspark_gemma4", {"hidden_activation": "silu"}, "activation silu"),
-        ("dflash_qwen3", {"rope_scaling": {"type": "longrope"}}, "positions of type 'longrope'"),
-        (
-            "dflash_qwen3",
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}},
-            "positions of type 'dynamic'",
-        ),
-        ("dflash_qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
-        ("dflash_qwen3", {"dflash_config": {"projector_type": "x"}}, "projector_type 'x'"),
-    ],
-)
-def test_features_refused_by_name(
-    tmp_path: Path, name: str, changes: dict[str, Any], message: str
-) -> None:
-    folder = copy(tmp_path, name, configured(**changes))
-    with pytest.raises(PackagingError, match=message):
-        inspect_drafter(folder)
 
 
 def test_every_packaging_is_read_or_says_why_not() -> None:
