@@ -244,9 +244,12 @@ def test_a_matcher_that_gives_up_allows_only_an_end_and_says_so() -> None:
 
 def test_a_thought_comes_before_the_grammar() -> None:
     think, end = tokens_of("<think>"), tokens_of("</think>")
-    row = constraint(JsonAnswer(OBJECT), thinking=None)
+    row = constraint(JsonAnswer(OBJECT), thinking=True)
     assert row.masks([])[0][think].all()
-    assert not constraint(JsonAnswer(OBJECT), thinking=False).masks([])[0][think].any()
+    for off in (None, False):
+        assert not constraint(JsonAnswer(OBJECT), thinking=off).masks([])[0][think].any()
+    free = CallsAnswer(JSON, FUNCTIONS, free=True)
+    assert constraint(free, thinking=None).masks([])[0][think].all()
     row.advance([*think, *tokens_of("anything } at all")])
     free = row.masks([])[0]
     assert free.sum() == V - len(tokeniser().end_tokens)

@@ -7,6 +7,7 @@ from spec_server.grammar.compiler import (
     GrammarCompiler,
     GrammarLimits,
     JsonAnswer,
+    thought_switch,
 )
 from spec_server.grammar.constraint import GrammarConstraint
 from spec_server.grammar.lark import Function
@@ -22,4 +23,5 @@ __all__ = [
     "GrammarLimits",
     "JsonAnswer",
     "check_schema",
+    "thought_switch",
 ]

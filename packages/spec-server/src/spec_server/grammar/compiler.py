@@ -76,6 +76,21 @@ class CallsAnswer:
 AnswerGrammar = JsonAnswer | CallsAnswer
 
 
+def thought_switch(grammar: AnswerGrammar | None, thinking: bool | None) -> bool | None:
+    """The thinking switch of an answer: off under a grammar, unless it was asked for.
+
+    A mask that leaves a choice between a thought and the grammar's first tokens would push models
+    into thoughts that they never meant to have.
+    """
+    if thinking is None and grammar is not None and not _is_free(grammar):
+        return False
+    return thinking
+
+
+def _is_free(grammar: AnswerGrammar) -> bool:
+    return isinstance(grammar, CallsAnswer) and grammar.free
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
     """What a grammar may cost.
@@ -119,7 +134,7 @@ class GrammarCompiler:
 
         Args:
             grammar: what the answer must be.
-            thinking: whether the answer may begin with a thought; None: if the model likes.
+            thinking: whether the answer may begin with a thought; None: as `thought_switch`.
             opens_thought: whether the prompt ends inside a thought.
 
         Raises:
@@ -133,7 +148,8 @@ class GrammarCompiler:
                 "the prompt opens a thought whose markers are not single tokens, so the answer "
                 "cannot be held to a grammar; switch thinking off"
             )
-        phase = Phase.OPEN if self._thoughts is not None and thinking is not False else None
+        may_think = thought_switch(grammar, thinking) is not False
+        phase = Phase.OPEN if self._thoughts is not None and may_think else None
         return GrammarConstraint(
             matcher,
             self._vocab_size,

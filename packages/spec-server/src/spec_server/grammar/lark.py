@@ -13,8 +13,9 @@ from spec_server.grammar.schema import ANNOTATIONS
 from spec_server.tools import ToolFormat
 from spec_server.tools.parsers import GEMMA_QUOTE, schema_types
 
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""Between JSON tokens: bounded, so that no model can write white space without end."""
+WHITE_SPACE = r"( |\n[ \t]{0,24})"
+"""Between JSON tokens: a space, or a new line and its indentation. Bounded, so that no model can
+write white space without end."""
 
 MarkerIds = Callable[[str], Sequence[int]]
 """The token ids of a marker."""
