@@ -10,6 +10,7 @@ from spec_cache.keys import Namespace
 from spec_cache.plan import checkpoint_lengths, chunk_end
 from spec_cache.reserve import Reservation
 from spec_cache.results import CacheStats, Hit, Stopped, Stored
+from spec_cache.reuse import PrefixReuse, Reuse, Thread
 
 __all__ = [
     "CacheError",
@@ -17,10 +18,13 @@ __all__ = [
     "Hit",
     "Namespace",
     "PrefixCache",
+    "PrefixReuse",
     "Reservation",
+    "Reuse",
     "Stopped",
     "Stored",
     "StoredNamespace",
+    "Thread",
     "checkpoint_lengths",
     "chunk_end",
     "clear_directory",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import click
 
 from spec_cli.commands.benchmark import benchmark
+from spec_cli.commands.cache import cache
 from spec_cli.commands.convert import convert
 from spec_cli.commands.generate import generate
 from spec_cli.commands.models import models
@@ -50,7 +51,7 @@ def cli() -> None:
     """
 
 
-for _command in (generate, serve, benchmark, convert, models):
+for _command in (generate, serve, benchmark, cache, convert, models):
     cli.add_command(_command)
 
 

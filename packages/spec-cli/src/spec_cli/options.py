@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
 from spec_cli import blas
 
+if TYPE_CHECKING:
+    from spec_server import CacheOptions
+
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 MODES = ("auto", "dspark", "dflash", "eagle3", "lookup", "baseline")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -44,6 +51,16 @@ def draft_lengths(
 ) -> tuple[MaxDraft, ...]:
     """Several draft lengths, separated by commas."""
     return tuple(draft_length(context, parameter, part) for part in value.split(","))
+
+
+def size(context: click.Context, parameter: click.Parameter, value: str | int | None) -> int | None:
+    """A number of bytes, with K, M, G or T behind it if need be."""
+    if value is None or isinstance(value, int):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+    if match is None:
+        raise click.BadParameter(f"{value!r} is no size; write for instance 512M or 8G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def names_of(allowed: tuple[str, ...]) -> Callable[..., tuple[str, ...] | None]:
@@ -103,6 +120,44 @@ loading_options = apply(
         "--trust-remote-code", is_flag=True, help="Import Python code that the checkpoint brings."
     ),
 )
+
+cache_options = apply(
+    click.option(
+        "--prefix-cache-ram",
+        metavar="SIZE",
+        callback=size,
+        help="Memory for prefixes that are kept for reuse; it is taken off the memory limit. "
+        "[default: an eighth of what is left for requests, 4G at most]",
+    ),
+    click.option(
+        "--prefix-cache-dir",
+        type=click.Path(file_okay=False),
+        help="Keep prefixes in this folder too, beyond the process's life. Several processes may "
+        "share it.",
+    ),
+    click.option(
+        "--prefix-cache-disk",
+        metavar="SIZE",
+        callback=size,
+        default="16G",
+        show_default=True,
+        help="The most that --prefix-cache-dir may hold.",
+    ),
+)
+"""Read by `kept_prefixes`."""
+
+
+def kept_prefixes(options: dict[str, Any]) -> CacheOptions:
+    """The options of a prefix cache."""
+    from spec_server import CacheOptions
+
+    folder = options["prefix_cache_dir"]
+    if folder is None:
+        return CacheOptions(options["prefix_cache_ram"])
+    return CacheOptions(
+        options["prefix_cache_ram"], options["prefix_cache_disk"], Path(folder).expanduser()
+    )
+
 
 prompt_file_option = click.option(
     "--prompt-file",

@@ -9,13 +9,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypedDict, Unpack
 
-from spec_cache import PrefixCache
+from spec_cache import Namespace, PrefixCache
 from spec_core import Request, SamplingParams
 from spec_core.errors import InvalidValueError
 from spec_server.activity import Snapshot
 from spec_server.answer import Answer, AsyncAnswer
 from spec_server.errors import ContextLengthError, GrammarError, MemoryLimitError
-from spec_server.grammar import AnswerGrammar, GrammarCompiler, GrammarConstraint
+from spec_server.grammar import (
+    AnswerGrammar,
+    GrammarCompiler,
+    GrammarConstraint,
+    thought_switch,
+)
 from spec_server.job import Job, Sink
 from spec_server.limits import Limits
 from spec_server.loading import (
@@ -38,6 +43,8 @@ from spec_server.worker import Worker
 PromptLike = str | Sequence[Message] | Prompt
 """A user's message, a conversation, or a prompt that is tokenised already."""
 
+_CACHE_RAM, _MOST_CACHE_RAM = 2**30, 4 * 2**30
+
 
 class AnswerOptions(TypedDict, total=False):
     """Keyword arguments of `Engine.stream` and `Engine.generate`; described at `Engine.stream`."""
@@ -51,6 +58,7 @@ class AnswerOptions(TypedDict, total=False):
     stop: str | Sequence[str]
     max_draft: int | None
     grammar: AnswerGrammar | None
+    cache_salt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +66,13 @@ class CacheOptions:
     """Where prefixes are kept for reuse.
 
     Attributes:
-        ram_bytes: the most they may take in memory.
+        ram_bytes: the most they may take in memory; None: an eighth of what the memory limit
+            leaves for requests, at most 4 GiB (1 GiB where nothing limits it).
         disk_bytes: the most that `directory` may hold; 0 without one.
         directory: where they outlive the process; None keeps them in memory only.
     """
 
-    ram_bytes: int
+    ram_bytes: int | None = None
     disk_bytes: int = 0
     directory: Path | None = None
 
@@ -81,8 +90,9 @@ class Ask:
         split_thought: take the model's thought out of the text.
         one_thought: only a thought at the answer's beginning is one; markers behind it are text.
         grammar: what the answer must be, or None.
-        thinking: whether an answer with a grammar may begin with a thought; None: if the model
-            likes.
+        thinking: whether an answer with a grammar may begin with a thought; None: no, unless the
+            grammar leaves room for free text.
+        cache_salt: its tenant's; prefixes are shared between equal salts only.
     """
 
     prompt: Prompt
@@ -94,6 +104,7 @@ class Ask:
     one_thought: bool = False
     grammar: AnswerGrammar | None = None
     thinking: bool | None = None
+    cache_salt: str = field(default="", repr=False)
 
 
 class Engine:
@@ -131,7 +142,7 @@ class Engine:
         drafter_bits: Bits | Literal["auto"] | None = "auto",
         trust_remote_code: bool = False,
         limits: Limits | None = None,
-        prefix_cache: CacheOptions | None = None,
+        prefix_cache: CacheOptions | None = CacheOptions(),
         announce: Callable[[str], None] | None = None,
     ) -> Engine:
         """Load a target and what drafts for it, on the engine's own thread.
@@ -152,7 +163,8 @@ class Engine:
             trust_remote_code: import Python code that the checkpoint brings.
             limits: how much runs at once.
             prefix_cache: keep what prompts computed, so that a prompt that begins as an earlier
-                one did resumes where the two part; None computes every prompt anew.
+                one did resumes where the two part (in memory, by default); None computes every
+                prompt anew. What it may take in memory is taken off the limit for requests.
             announce: told, in a sentence, what takes a while; called on the engine's thread.
 
         Raises:
@@ -177,16 +189,21 @@ class Engine:
             made.append(load(options, max_rows=limits.max_batch, announce=announce))
             return made[0].models
 
-        cache = None if prefix_cache is None else _open(prefix_cache)
-        kept = None if cache is None else lambda: (cache, made[0].namespace)
-        worker = Worker(on_worker, limits, kept)
+        caches: list[PrefixCache] = []
+
+        def keep(memory: MemoryBudget) -> tuple[PrefixCache, Namespace]:
+            assert prefix_cache is not None
+            caches.append(_open(prefix_cache, memory.room))
+            return caches[0], made[0].namespace
+
+        worker = Worker(on_worker, limits, None if prefix_cache is None else keep)
         try:
             worker.start()
             facts = _within(made[0].facts, limits.context_window)
-            return cls(worker, made[0].tokeniser, facts, cache)
+            return cls(worker, made[0].tokeniser, facts, caches[0] if caches else None)
         except BaseException:
             worker.close()
-            if cache is not None:
+            for cache in caches:
                 cache.close()
             raise
 
@@ -207,6 +224,7 @@ class Engine:
         stop: str | Sequence[str] = (),
         max_draft: int | None = None,
         grammar: AnswerGrammar | None = None,
+        cache_salt: str = "",
     ) -> Answer:
         """Begin an answer and return it while it grows, round by round.
 
@@ -214,7 +232,8 @@ class Engine:
             prompt: a user's message, a conversation, or a tokenised prompt.
             chat: put a string through the chat template; if false it is continued as it stands.
             system: a system message before the prompt.
-            thinking: switch the model's thought on or off; None leaves the template's default.
+            thinking: switch the model's thought on or off; None leaves the template's default,
+                or switches it off where there is a grammar.
             tools: function descriptions as JSON schemas.
             sampling: greedy if None.
             max_tokens: the answer's budget; None: what the context has room for.
@@ -222,6 +241,7 @@ class Engine:
             max_draft: cap on guesses a round for this request.
             grammar: what the answer must be (`JsonAnswer`, `CallsAnswer`); it is compiled before
                 the request is queued.
+            cache_salt: a tenant's secret; prefixes are shared between equal salts only.
 
         Raises:
             InvalidValueError: a parameter is out of range.
@@ -233,6 +253,7 @@ class Engine:
             EngineClosedError: the engine is closed.
         """
         answer = Answer()
+        thinking = thought_switch(grammar, thinking) if chat else thinking
         ask = Ask(
             self._prompt(prompt, chat, system, thinking, tools),
             sampling or SamplingParams(),
@@ -243,6 +264,7 @@ class Engine:
             one_thought=grammar is not None or bool(tools),
             grammar=grammar,
             thinking=thinking if chat else False,
+            cache_salt=cache_salt,
         )
         return answer.started(self.submit(ask, answer.put))
 
@@ -296,7 +318,7 @@ class Engine:
             max_draft=ask.max_draft,
             constraint=self._constraint(ask),
         )
-        return Job(request, text, sink, self.facts.labels)
+        return Job(request, text, sink, self.facts.labels, ask.cache_salt)
 
     def _check_ids(self, ask: Ask) -> None:
         size = self.facts.vocab_size
@@ -375,8 +397,18 @@ class Engine:
         return room if requested is None else min(requested, room)
 
 
-def _open(options: CacheOptions) -> PrefixCache:
-    return PrefixCache(options.ram_bytes, options.disk_bytes, options.directory)
+def _open(options: CacheOptions, room: float | None) -> PrefixCache:
+    """The prefix cache, in the room that the memory limit leaves."""
+    ram = options.ram_bytes
+    if ram is None:
+        ram = _CACHE_RAM if room is None else max(1, min(int(room) // 8, _MOST_CACHE_RAM))
+    elif room is not None and ram >= room:
+        raise InvalidValueError(
+            "prefix cache's ram_bytes",
+            ram,
+            f"less than the {room / 2**20:.0f} MiB that the memory limit leaves for requests",
+        )
+    return PrefixCache(ram, options.disk_bytes, options.directory)
 
 
 def _within(facts: Facts, context_window: int | None) -> Facts:

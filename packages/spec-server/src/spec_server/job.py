@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from spec_cache import Reuse
 from spec_core import DraftPolicy, Request, RowOutcome, Statistics, TokenLogprob
 from spec_server.errors import GrammarError
 from spec_server.grammar import GrammarConstraint
 from spec_server.results import AnswerStatistics, Chunk, Completion, FinishReason
-from spec_server.reuse import Reuse
 from spec_server.text import AnswerText, Segment
 
 Event = Chunk | Exception
@@ -40,6 +40,7 @@ class Job:
     """A request, its answer so far, and where to send it. Owned by the engine's thread.
 
     Attributes:
+        cache_salt: its tenant's, for the prefix cache.
         cancelled: set by any thread; honoured before the next forward.
     """
 
@@ -47,6 +48,7 @@ class Job:
     text: AnswerText
     sink: Sink
     labels: Labels
+    cache_salt: str = field(default="", repr=False)
     submitted: float = field(default_factory=time.perf_counter)
     cancelled: threading.Event = field(default_factory=threading.Event)
     _queue_seconds: float = 0.0

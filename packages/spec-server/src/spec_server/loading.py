@@ -218,7 +218,7 @@ def load(options: LoadOptions, *, max_rows: int = 1, announce: Announce | None =
         sampling=recommended_sampling(folder),
     )
     namespace = Namespace(
-        target=fingerprint(folder),
+        target=f"{options.model.rstrip('/').rpartition('/')[2]} {fingerprint(folder)}",
         drafter=f"{drafting.mode} {'' if choice.path is None else fingerprint(choice.path)}",
         quantisation=f"{parts.dtype}, drafter {options.drafter_bits}",
         kv_bits=options.kv_bits,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -49,6 +49,10 @@ class MemoryBudget:
     room: float | None
     cost: RowCost
     layers: int
+
+    def without(self, nbytes: int) -> MemoryBudget:
+        """The budget after something else got so many bytes of the room."""
+        return self if self.room is None else replace(self, room=max(0.0, self.room - nbytes))
 
     def need(self, rows: int, longest: int) -> float:
         """Bytes of `rows` rows, the longest of which may reach `longest` positions."""

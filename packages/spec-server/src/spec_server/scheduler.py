@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from spec_cache import PrefixReuse, Thread
 from spec_core import Batch, Drafter, DraftPolicy, Prefill, RowOutcome, SpecError, Target
 from spec_server.activity import Activity
 from spec_server.errors import EngineError
 from spec_server.job import Job
 from spec_server.limits import Limits
 from spec_server.memory import MemoryBudget
-from spec_server.reuse import PrefixReuse, Thread
 
 _log = logging.getLogger("spec_server")
 
@@ -179,7 +179,7 @@ class Scheduler:
     def _start(self, job: Job) -> tuple[Prefill, Thread | None] | None:
         if self._reuse is None:
             return self._batch.prefill(job.request), None
-        started = self._reuse.admit(self._batch, job.request)
+        started = self._reuse.admit(self._batch, job.request, job.cache_salt)
         if started is not None:
             self._activity.looked_up(len(job.request.prompt), started[1].reuse.length)
         return started
@@ -250,7 +250,8 @@ class Scheduler:
         tokens = min(tokens, prefill.remaining)
         began = time.perf_counter()
         outcome = prefill.step(tokens)
-        self._token_seconds = (time.perf_counter() - began) / tokens
+        if tokens >= _LEAST_CHUNK or not self._token_seconds:
+            self._token_seconds = (time.perf_counter() - began) / tokens
         if self._reuse is not None and entry.thread is not None:
             try:
                 self._reuse.after_chunk(entry.thread, prefill)

@@ -9,13 +9,12 @@ from concurrent.futures import Future
 
 import mlx.core as mx
 
-from spec_cache import Namespace, PrefixCache
+from spec_cache import Namespace, PrefixCache, PrefixReuse
 from spec_server.activity import Activity
 from spec_server.errors import EngineBusyError, EngineClosedError
 from spec_server.job import Job
 from spec_server.limits import Limits
 from spec_server.memory import MemoryBudget, measure
-from spec_server.reuse import PrefixReuse
 from spec_server.scheduler import Models, Scheduler
 
 __all__ = ["Limits", "Models", "Worker"]
@@ -27,7 +26,8 @@ class Worker:
     Args:
         load: makes the models; called on the worker's thread.
         limits: how much runs at once.
-        cache: the prefix cache and the namespace of this engine's rows, or None.
+        cache: opens the prefix cache, given how many rows fit without it, and names this engine's
+            rows; called on the worker's thread once the models are loaded. None: there is none.
 
     Attributes:
         activity: what it is doing and has done.
@@ -38,7 +38,7 @@ class Worker:
         self,
         load: Callable[[], Models],
         limits: Limits,
-        cache: Callable[[], tuple[PrefixCache, Namespace]] | None = None,
+        cache: Callable[[MemoryBudget], tuple[PrefixCache, Namespace]] | None = None,
     ) -> None:
         self._load = load
         self._limits = limits
@@ -127,8 +127,9 @@ class Worker:
         self.memory = measure(models.target, models.drafter, self._limits.memory_bytes)
         reuse = None
         if self._cache is not None:
-            recurrent = self.memory.cost.fixed > 0
-            reuse = PrefixReuse(*self._cache(), recurrent=recurrent)
+            kept, namespace = self._cache(self.memory)
+            self.memory = self.memory.without(kept.stats().ram_limit)
+            reuse = PrefixReuse(kept, namespace, recurrent=self.memory.cost.fixed > 0)
         return Scheduler(models, self._limits, self.memory, self.activity, reuse)
 
     def _receive(self, scheduler: Scheduler) -> bool:

@@ -19,8 +19,10 @@ from spec_cli.options import (
     MODES,
     apply,
     bits,
+    cache_options,
     draft_length,
     json_option,
+    kept_prefixes,
     loading_options,
     model_option,
     prompt_file_option,
@@ -130,6 +132,7 @@ class Output:
     "--stop", multiple=True, metavar="TEXT", help="End before TEXT; may be given several times."
 )
 @sampling_options
+@cache_options
 @json_option
 @click.option("-q", "--quiet", is_flag=True, help="No thought and no statistics on stderr.")
 @click.pass_context
@@ -165,6 +168,8 @@ def generate(context: click.Context, /, **options: Any) -> None:
 
 
 def _check(options: dict[str, Any]) -> None:
+    if options["prefix_cache_ram"] is not None and options["prefix_cache_dir"] is None:
+        raise click.UsageError("--prefix-cache-ram alone is of no use here; add --prefix-cache-dir")
     if options["logprobs"] is not None and not options["as_json"]:
         raise click.UsageError("--logprobs has no place in plain text; add --json")
     if options["no_chat_template"]:
@@ -216,6 +221,7 @@ def _engine(options: dict[str, Any]) -> Engine:
         drafter_bits=bits(options["drafter_bits"]),
         trust_remote_code=options["trust_remote_code"],
         limits=Limits(max_batch=1),
+        prefix_cache=None if options["prefix_cache_dir"] is None else kept_prefixes(options),
         announce=None if options["quiet"] or options["as_json"] else _announce,
     )
 
@@ -305,7 +311,7 @@ _ENDINGS = {"stop": "itself", "length": "the token limit", "cancelled": "Ctrl-C"
 
 
 def record(completion: Completion) -> dict[str, Any]:
-    """The object that --json prints; `logprobs` is in it only where asked for."""
+    """The object that --json prints; `logprobs` and `cached_tokens` only where asked for."""
     seen = completion.statistics
     fields: dict[str, Any] = {
         "text": completion.text,
@@ -327,6 +333,8 @@ def record(completion: Completion) -> dict[str, Any]:
         "seconds": seen.seconds,
         "fallbacks": list(seen.fallbacks),
     }
+    if seen.cache_stopped != "off":
+        fields["cached_tokens"] = seen.cached_tokens
     if completion.logprobs is not None:
         fields["logprobs"] = [
             {"token": entry.token, "logprob": entry.logprob, "top": [list(t) for t in entry.top]}

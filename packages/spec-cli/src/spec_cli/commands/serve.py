@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,9 +18,12 @@ from spec_cli.options import (
     MaxDraft,
     apply,
     bits,
+    cache_options,
     draft_length,
+    kept_prefixes,
     loading_options,
     model_option,
+    size,
 )
 
 if TYPE_CHECKING:
@@ -31,19 +32,6 @@ if TYPE_CHECKING:
 
 _PRIVATE = ("print_config",)
 _SECRET = ("api_key",)
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-def _bytes(
-    context: click.Context, parameter: click.Parameter, value: str | int | None
-) -> int | None:
-    """A number of bytes, with K, M, G or T behind it if need be."""
-    if value is None or isinstance(value, int):
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
-    if match is None:
-        raise click.BadParameter(f"{value!r} is no size; write for instance 512M or 8G")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _draft(context: click.Context, parameter: click.Parameter, value: Any) -> MaxDraft:
@@ -114,30 +102,15 @@ engine_options = apply(
     click.option(
         "--memory-limit",
         metavar="SIZE",
-        callback=_bytes,
+        callback=size,
         help="What the process may use. [default: 4/5 of memory; 9/10 of a GPU's share]",
     ),
     click.option(
-        "--cache-memory",
-        metavar="SIZE",
-        callback=_bytes,
-        default="1G",
-        show_default=True,
-        help="For prefixes that are kept for reuse; 0 switches that off.",
+        "--no-prefix-cache",
+        is_flag=True,
+        help="Compute every prompt anew, also where it begins as an earlier one did.",
     ),
-    click.option(
-        "--cache-dir",
-        type=click.Path(file_okay=False),
-        help="Keep prefixes in this folder too, beyond the server's life.",
-    ),
-    click.option(
-        "--cache-disk",
-        metavar="SIZE",
-        callback=_bytes,
-        default="16G",
-        show_default=True,
-        help="The most that --cache-dir may hold.",
-    ),
+    cache_options,
 )
 
 http_options = apply(
@@ -176,7 +149,7 @@ http_options = apply(
     click.option(
         "--max-body",
         metavar="SIZE",
-        callback=_bytes,
+        callback=size,
         default="16M",
         show_default=True,
         help="The largest request body.",
@@ -304,16 +277,12 @@ def _limits(options: dict[str, Any]) -> Limits:
 
 
 def _cache(options: dict[str, Any]) -> CacheOptions | None:
-    from spec_server import CacheOptions
-
-    folder = options["cache_dir"]
-    if not options["cache_memory"]:
-        if folder is not None:
-            raise click.UsageError("--cache-dir needs memory too; leave --cache-memory above 0")
-        return None
-    if folder is None:
-        return CacheOptions(options["cache_memory"])
-    return CacheOptions(options["cache_memory"], options["cache_disk"], Path(folder))
+    if not options["no_prefix_cache"]:
+        return kept_prefixes(options)
+    for name in ("ram", "dir"):
+        if options[f"prefix_cache_{name}"] is not None:
+            raise click.UsageError(f"--prefix-cache-{name} needs a cache; drop --no-prefix-cache")
+    return None
 
 
 def _engine(options: dict[str, Any], limits: Limits, cache: CacheOptions | None) -> Engine:

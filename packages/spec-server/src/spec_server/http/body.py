@@ -10,13 +10,16 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from spec_server.http.errors import ApiError, bad_field, from_validation, unsupported
-from spec_server.http.schemas import AnswerRequest, ChatRequest, CompletionRequest
+from spec_server.http.schemas import MAX_SALT, AnswerRequest, ChatRequest, CompletionRequest
 from spec_server.http.settings import ServerSettings
 
 Model = TypeVar("Model", bound=BaseModel)
 
 _LARGE = 262_144
 """Bodies beyond this are parsed on another thread."""
+
+SALT_HEADER = "X-Cache-Salt"
+"""Requests share prefixes only with those of the same salt."""
 
 
 class ClientGoneError(Exception):
@@ -44,9 +47,25 @@ Kind = TypeVar("Kind", bound=AnswerRequest)
 async def _read(request: Request, settings: ServerSettings, kind: type[Kind]) -> Kind:
     _check_type(request)
     raw = await _bytes(request, settings)
-    if len(raw) > _LARGE:
-        return await asyncio.to_thread(parse, raw, kind)
-    return parse(raw, kind)
+    salt = _salt(request)
+    large = len(raw) > _LARGE
+    asked = await asyncio.to_thread(parse, raw, kind) if large else parse(raw, kind)
+    return asked if salt is None else asked.model_copy(update={"cache_salt": salt})
+
+
+def _salt(request: Request) -> str | None:
+    """The tenant's salt as a gateway sets it; it goes before the body's."""
+    given = request.headers.getlist(SALT_HEADER)
+    if not given:
+        return None
+    if len(given) > 1 or not 0 < len(given[0]) <= MAX_SALT:
+        raise ApiError(
+            400,
+            f"the header {SALT_HEADER} must be there once, with 1 to {MAX_SALT} characters",
+            param=SALT_HEADER,
+            code="invalid_header",
+        )
+    return given[0]
 
 
 def parse(raw: bytes, kind: type[Kind]) -> Kind:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from spec_cache import CacheStats
 from spec_server.activity import Snapshot
 from spec_server.results import Completion
 
@@ -35,14 +36,38 @@ _GAUGES = {
     "spec_progress_age_seconds": ("Time since the engine's last step; 0 when idle",
                                   "progress_seconds"),
 }  # fmt: skip
+_CACHE_COUNTERS = {
+    "spec_prefix_cache_stored_entries": ("Blocks and checkpoints stored", "stored_entries"),
+    "spec_prefix_cache_refused_entries": (
+        "Blocks and checkpoints that had no room",
+        "refused_entries",
+    ),
+    "spec_prefix_cache_evicted_entries": ("Blocks and checkpoints that left memory", "evicted_ram"),
+    "spec_prefix_cache_loaded_files": ("Files read from the cache directory", "loaded"),
+    "spec_prefix_cache_written_files": ("Files written to the cache directory", "written"),
+    "spec_prefix_cache_evicted_files": ("Files that left the cache directory", "evicted_disk"),
+    "spec_prefix_cache_damaged_files": ("Files that could not be used", "damaged"),
+}
+_CACHE_GAUGES = {
+    "spec_prefix_cache_ram_bytes": ("Memory that prefixes take", "ram_bytes"),
+    "spec_prefix_cache_ram_limit_bytes": ("Memory that prefixes may take", "ram_limit"),
+    "spec_prefix_cache_disk_bytes": ("What the cache directory holds", "disk_bytes"),
+    "spec_prefix_cache_disk_limit_bytes": ("What the cache directory may hold", "disk_limit"),
+    "spec_prefix_cache_waiting_files": ("Entries that are not written yet", "disk_waiting"),
+}  # fmt: skip
 
 
 class _EngineCollector(Collector):
     """Reads the engine's counters when it is scraped. Mean acceptance length is
     1 + accepted tokens / drafts."""
 
-    def __init__(self, activity: Callable[[], Snapshot | None]) -> None:
+    def __init__(
+        self,
+        activity: Callable[[], Snapshot | None],
+        cache: Callable[[], CacheStats | None],
+    ) -> None:
         self._activity = activity
+        self._cache = cache
 
     def collect(self) -> Iterator[Metric]:
         seen = self._activity() or Snapshot()
@@ -58,6 +83,17 @@ class _EngineCollector(Collector):
         for position, count in enumerate(seen.accepted_by_position):
             positions.add_metric([str(position)], count)
         yield positions
+        yield from self._of_cache()
+
+    def _of_cache(self) -> Iterator[Metric]:
+        """Nothing where no prefixes are kept."""
+        seen = self._cache()
+        if seen is None:
+            return
+        for name, (text, attribute) in _CACHE_COUNTERS.items():
+            yield CounterMetricFamily(name, text, value=getattr(seen, attribute))
+        for name, (text, attribute) in _CACHE_GAUGES.items():
+            yield GaugeMetricFamily(name, text, value=getattr(seen, attribute))
 
 
 class Metrics:
@@ -65,11 +101,16 @@ class Metrics:
 
     Args:
         activity: the engine's counters, or None while there is no engine.
+        cache: the prefix cache's, or None without one.
     """
 
-    def __init__(self, activity: Callable[[], Snapshot | None]) -> None:
+    def __init__(
+        self,
+        activity: Callable[[], Snapshot | None],
+        cache: Callable[[], CacheStats | None] = lambda: None,
+    ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(activity))
+        self.registry.register(_EngineCollector(activity, cache))
         self._first_token = self._histogram(
             "time_to_first_token", "From a request's arrival to its first token", _SECONDS
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 from spec_core import SamplingParams
 from spec_server.engine import Ask, Engine
+from spec_server.grammar import thought_switch
 from spec_server.http.conversation import (
     answer_grammar,
     template_messages,
@@ -91,7 +92,7 @@ def plan_chat(engine: Engine, settings: ServerSettings, body: ChatRequest) -> Pl
     grammar = answer_grammar(body, functions, format)
     template = engine.tokeniser.wrapper.chat_template
     options, notes = template_options(body, template if isinstance(template, str) else None)
-    thinking = thinking_switch(body)
+    thinking = thought_switch(grammar, thinking_switch(body))
     prompt = engine.tokeniser.render(
         template_messages(body.messages),
         thinking=thinking,
@@ -112,6 +113,7 @@ def plan_chat(engine: Engine, settings: ServerSettings, body: ChatRequest) -> Pl
         one_thought=tools is not None or grammar is not None,
         grammar=grammar,
         thinking=thinking,
+        cache_salt=body.cache_salt or "",
     )
     return Plan(
         id=f"chatcmpl-{secrets.token_hex(12)}",
@@ -137,7 +139,15 @@ def plan_completion(engine: Engine, settings: ServerSettings, body: CompletionRe
     sampling = _sampling(engine, body, body.logprobs)
     budget = _budget(settings, body.max_tokens, None)
     asks = [
-        Ask(prompt, sampling, budget, tuple(body.stop or ()), body.max_draft, split_thought=False)
+        Ask(
+            prompt,
+            sampling,
+            budget,
+            tuple(body.stop or ()),
+            body.max_draft,
+            split_thought=False,
+            cache_salt=body.cache_salt or "",
+        )
         for prompt in prompts
     ]
     times = body.n or 1

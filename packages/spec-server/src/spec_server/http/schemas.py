@@ -8,6 +8,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 Text = Annotated[str, Field(strict=True)]
 
+MAX_SALT = 256
+"""Characters of a tenant's salt at most."""
+
 
 class Body(BaseModel):
     """A JSON object; unknown fields are ignored, values are never coerced."""
@@ -140,6 +143,7 @@ class AnswerRequest(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_draft: Annotated[int | None, Field(ge=0)] = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_SALT)] = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Receive
 
+from spec_cache import CacheStats
 from spec_server.activity import Snapshot
 from spec_server.engine import Engine
 from spec_server.http.errors import ApiError, closing, loading
@@ -52,7 +53,7 @@ class Service:
     _runs: set[Run] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self._activity)
+        self.metrics = Metrics(self._activity, self._cache)
 
     def engine(self) -> Engine:
         """The engine.
@@ -107,6 +108,10 @@ class Service:
 
     def _activity(self) -> Snapshot | None:
         return None if self.slot.engine is None else self.slot.engine.activity
+
+    def _cache(self) -> CacheStats | None:
+        cache = None if self.slot.engine is None else self.slot.engine.cache
+        return None if cache is None else cache.stats()
 
 
 def _cut_off() -> ApiError:

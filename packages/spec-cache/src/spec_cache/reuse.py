@@ -7,18 +7,14 @@ after each pause, what is new is pictured and stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from spec_cache import (
-    Hit,
-    Namespace,
-    PrefixCache,
-    Reservation,
-    checkpoint_lengths,
-    chunk_end,
-)
+from spec_cache.cache import PrefixCache
+from spec_cache.keys import Namespace
+from spec_cache.plan import checkpoint_lengths, chunk_end
+from spec_cache.reserve import Reservation
+from spec_cache.results import Hit
 from spec_core import Batch, Prefill, Request, RowImage, StateImage
-
 
 _WORTHWHILE = 16
 """Shorter hits are computed anew: templates begin alike, and a restored row costs a copy."""
@@ -32,7 +28,7 @@ class Reuse:
         length: prompt tokens that were restored.
         stopped_at: how many leading tokens are stored at all; the first that was never seen here
             has this position.
-        stopped: why reuse ended there, in a word.
+        stopped: why reuse ended there, in a word; "off" without a cache.
     """
 
     length: int = 0
@@ -42,18 +38,23 @@ class Reuse:
 
 @dataclass(slots=True)
 class Thread:
-    """One request's dealings with the cache. Owned by the engine's thread.
+    """One request's dealings with the cache. Owned by the thread that owns MLX.
 
     Attributes:
+        namespace: its tenant's.
         tokens: the prompt, and later prompt and answer.
+        stops: lengths at which the prefill pauses for a checkpoint.
+        reuse: what was found.
+        reservation: lets others with the same prefix wait; None once the prompt is done.
         stored: the length up to which it was matched or stored.
     """
 
+    namespace: Namespace
     tokens: tuple[int, ...]
-    stops: tuple[int, ...] = ()
-    stored: int = 0
-    reuse: Reuse = field(default_factory=Reuse)
-    reservation: Reservation | None = None
+    stops: tuple[int, ...]
+    reuse: Reuse
+    reservation: Reservation | None
+    stored: int
 
     def release(self) -> None:
         """Others need not wait for this prompt any more."""
@@ -76,23 +77,34 @@ class PrefixReuse:
         self._namespace = namespace
         self._recurrent = recurrent
 
-    def admit(self, batch: Batch, request: Request) -> tuple[Prefill, Thread] | None:
-        """Begin a prefill behind the longest stored prefix; None: another request is computing
-        more of it, so ask again later."""
-        hit = self.cache.match(self._namespace, request.prompt)
+    def admit(
+        self, batch: Batch, request: Request, salt: str = ""
+    ) -> tuple[Prefill, Thread] | None:
+        """Begin a prefill behind the longest stored prefix.
+
+        Args:
+            batch: where the row will be decoded.
+            request: what is asked.
+            salt: its tenant's; tenants with different salts share nothing.
+
+        Returns:
+            The prefill, and what the other methods want; None where another request is computing
+            more of the prompt, so that it should be asked again later.
+        """
+        namespace = self._namespace if not salt else replace(self._namespace, salt=salt)
+        hit = self.cache.match(namespace, request.prompt)
         if hit.pending > hit.length:
             return None
         if hit.length < _WORTHWHILE:
             hit = replace(hit, length=0, parts={})
         prefill = batch.prefill(request, _row_image(hit))
-        length, block = len(request.prompt), self.cache.block
-        stops = checkpoint_lengths(length, block, start=hit.length) if self._recurrent else ()
         thread = Thread(
+            namespace=namespace,
             tokens=request.prompt,
-            stops=stops,
-            stored=hit.length,
+            stops=self._stops(hit, len(request.prompt)),
             reuse=Reuse(hit.length, hit.stopped_at, hit.stopped.value),
-            reservation=self.cache.reserve(self._namespace, request.prompt),
+            reservation=self.cache.reserve(namespace, request.prompt),
+            stored=hit.length,
         )
         return prefill, thread
 
@@ -104,31 +116,40 @@ class PrefixReuse:
 
     def after_chunk(self, thread: Thread, prefill: Prefill) -> None:
         """Store what a chunk added."""
-        length = prefill.position
-        done = prefill.remaining == 0
-        self._store(thread, length, prefill, checkpoint=done or length in thread.stops)
+        length, done = prefill.position, prefill.remaining == 0
+        checkpoint = length in thread.stops if self._recurrent else done
+        start = self.cache.missing(
+            thread.namespace, thread.tokens, length, since=thread.stored, checkpoint=checkpoint
+        )
+        if start is not None:
+            parts = _parts(prefill.image(start))
+            self.cache.store(thread.namespace, thread.tokens, parts, checkpoint=checkpoint)
+        thread.stored = length
         if done:
             thread.release()
 
     def end_of_turn(self, thread: Thread, answer: Sequence[int], batch: Batch, key: int) -> None:
-        """Store a finished row, all but its newest token."""
-        thread.tokens = (*thread.tokens, *answer)
-        length = len(thread.tokens) - 1
-        start = self.cache.missing(
-            self._namespace, thread.tokens, length, since=thread.stored, checkpoint=True
-        )
-        if start is not None:
-            parts = _parts(batch.image(key, start))
-            self.cache.store(self._namespace, thread.tokens, parts)
+        """Store a finished row, all but its newest token.
 
-    def _store(self, thread: Thread, length: int, prefill: Prefill, *, checkpoint: bool) -> None:
+        Args:
+            thread: the row's.
+            answer: every token that it has emitted.
+            batch: where it is; it has not left yet.
+            key: its key there.
+        """
+        tokens = (*thread.tokens, *answer)
+        length = len(tokens) - 1
         start = self.cache.missing(
-            self._namespace, thread.tokens, length, since=thread.stored, checkpoint=checkpoint
+            thread.namespace, tokens, length, since=thread.stored, checkpoint=True
         )
         if start is not None:
-            parts = _parts(prefill.image(start))
-            self.cache.store(self._namespace, thread.tokens, parts, checkpoint=checkpoint)
-        thread.stored = length
+            self.cache.store(thread.namespace, tokens, _parts(batch.image(key, start)))
+
+    def _stops(self, hit: Hit, prompt: int) -> tuple[int, ...]:
+        """Where to pause for checkpoints: where others part from this prompt, one is worth it."""
+        if not self._recurrent:
+            return ()
+        return checkpoint_lengths(prompt, self.cache.block, (hit.stopped_at,), start=hit.length)
 
 
 def _row_image(hit: Hit) -> RowImage | None:
