@@ -23,6 +23,7 @@ from spec_core.round import (
     commit,
     launch,
     propose,
+    runs_beside_host,
     settle,
     start,
     submit,
@@ -180,7 +181,7 @@ class Batch:
         self._keys = itertools.count()
         # On a CPU a write that is scheduled while an older reader still runs copies its buffer, so
         # there the next round is only built ahead, not submitted.
-        self._early = mx.default_device().type != mx.DeviceType.cpu
+        self._early = runs_beside_host()
 
     @property
     def rows(self) -> int:

@@ -138,6 +138,8 @@ def launch(lanes: Lanes, *, plain: bool = False) -> Flight:
     lengths = proposal.lengths if proposal else (0,) * len(lanes.rows)
     columns = lanes.anchor[:, None]
     if proposal:
+        if runs_beside_host():
+            start(proposal.tokens)  # the device drafts while the verify is being built
         columns = mx.concatenate([columns, proposal.tokens[:, : max(lengths)]], axis=1)
     valid = None if columns.shape[1] == 1 else [n + 1 for n in lengths]
     forward = lanes.target.forward(columns, lanes.state, taps=lanes.taps, valid=valid)
@@ -149,6 +151,12 @@ def launch(lanes: Lanes, *, plain: bool = False) -> Flight:
     lanes.anchor = verdict.next_token
     sources = proposal.sources if proposal else ()
     return Flight(columns, lengths, sources or ("",) * len(lengths), forward, verdict, started)
+
+
+def runs_beside_host() -> bool:
+    """Whether the device works while the host builds the next graph, so that submitting early pays.
+    A CPU shares its cores with the host, and nothing was gained there."""
+    return mx.default_device().type != mx.DeviceType.cpu
 
 
 def start(*arrays: mx.array) -> None:

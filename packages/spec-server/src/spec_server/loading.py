@@ -458,9 +458,9 @@ def _load_trained(options: LoadOptions, parts: TargetParts, path: Path) -> Draft
 
     from spec_drafters.load import load_drafter
 
-    return load_drafter(
-        path, parts.target, bits=_drafter_bits(options), dtype=getattr(mx, parts.dtype)
-    )
+    # On a CPU float32 is the faster one, whatever the target's own (3 to 10 % of a bfloat16 round).
+    dtype = mx.float32 if device.backend() == "cpu" else getattr(mx, parts.dtype)
+    return load_drafter(path, parts.target, bits=_drafter_bits(options), dtype=dtype)
 
 
 def _by_lookup(error: SpecError) -> str:
