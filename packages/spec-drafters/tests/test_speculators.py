@@ -205,10 +205,12 @@ class Named(Greedy):
         return type(choice)(token_ids[choice.tokens], None)
 
 
-def told(drafter: Any, hidden: mx.array, following: list[int]) -> tuple[list[int], Any]:
+def told(
+    drafter: Any, hidden: mx.array, following: list[int], taps: int = 5
+) -> tuple[list[int], Any]:
     state, chooser = drafter.new_state(1), Named()
     tokens = mx.array([[0, *following[:-1]]], dtype=mx.int32)
-    drafter.extend(state, tokens, list(mx.split(hidden, 5, axis=-1)), [len(following)])
+    drafter.extend(state, tokens, list(mx.split(hidden, taps, axis=-1)), [len(following)])
     anchor = mx.array(following[-1:], dtype=mx.int32)
     proposal = drafter.propose(state, anchor, 7, chooser)
     return proposal.tokens[0].tolist(), np.array(chooser.logits[0])
@@ -224,6 +226,39 @@ def test_the_reference_agrees_with_the_golden() -> None:
     )
     assert [tokens] == golden.outputs["greedy_tokens_0"].tolist()
     np.testing.assert_allclose(numbers, golden.outputs["draft_logits_0"][0], atol=2e-4)
+
+
+def test_the_original_layout_is_the_same_drafter(tmp_path: Path) -> None:
+    """One Llama layer called `midlayer`, a flat config, a reduced head, the target's own taps."""
+
+    def three(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
+        tensors["fc.weight"] = tensors["fc.weight"][:, : 3 * 48]
+        config.pop("eagle_aux_hidden_state_layer_ids")
+
+    def original(config: dict[str, Any], tensors: dict[str, mx.array]) -> None:
+        config |= config.pop("transformer_layer_config")
+        for key in ("speculators_config", "speculators_model_type", "norm_before_residual"):
+            config.pop(key)
+        config["architectures"] = ["LlamaForCausalLMEagle3"]
+        for name in [name for name in tensors if name.startswith("layers.0.")]:
+            tensors[name.replace("layers.0", "midlayer")] = tensors.pop(name)
+
+    golden, part = Golden.named("eagle3_qwen3"), mx.arange(3, 240, 4, dtype=mx.int32)
+    ours = both(speculators("eagle3", 7, norm_before_residual=False), llama, reduce(part), three)
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "original").mkdir()
+    folders = [
+        copy(tmp_path / "ours", "eagle3_qwen3", ours),
+        copy(tmp_path / "original", "eagle3_qwen3", both(ours, original)),
+    ]
+    drafters = [load_drafter(folder, golden.target()) for folder in folders]
+    assert drafters[1].spec.packaging == "original EAGLE3"
+    assert drafters[1].taps == drafters[0].taps == (1, 5, 8)
+    hidden = golden.inputs["target_hidden_0"][..., : 3 * 48]
+    following = golden.inputs["committed_tokens_0"].tolist()
+    one, other = (told(d, hidden, following, 3) for d in drafters)
+    assert one[0] == other[0]
+    assert (one[1] == other[1]).all()
 
 
 # --- how the schema is read ---------------------------------------------------------------------

@@ -55,24 +55,32 @@ def open_safetensors(folder: Path) -> Checkpoint:
     config = Config.read(folder / "config.json")
     tensors: dict[str, TensorHeader] = {}
     files: dict[str, Path] = {}
+    names: dict[str, str] = {}
     for file in _weight_files(folder):
-        for name, header in read_header(file).items():
+        for stored, header in read_header(file).items():
+            name = _renamed(stored)
             if name in tensors:
                 raise CheckpointError(
                     f"{folder}: tensor {name} is both in {files[name].name} and in {file.name}"
                 )
-            tensors[name], files[name] = header, file
+            tensors[name], files[name], names[name] = header, file, stored
 
-    def read(names: Iterable[str]) -> dict[str, mx.array]:
-        wanted = list(names)
+    def read(asked: Iterable[str]) -> dict[str, mx.array]:
+        wanted = list(asked)
         arrays: dict[str, mx.array] = {}
         for file in sorted({files[name] for name in wanted}):
             loaded = mx.load(str(file))
             assert isinstance(loaded, dict)
-            arrays.update({name: loaded[name] for name in wanted if files[name] == file})
+            arrays |= {name: loaded[names[name]] for name in wanted if files[name] == file}
         return arrays
 
     return Checkpoint(folder, config, MappingProxyType(tensors), read)
+
+
+def _renamed(name: str) -> str:
+    """DeepSpec's name of a tensor; the original EAGLE3 calls its one layer `midlayer`."""
+    first, _, rest = name.partition(".")
+    return f"layers.0.{rest}" if first == "midlayer" else name
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -231,7 +231,7 @@ def _unknown(checkpoint: Checkpoint) -> str:
 
 def _other_eagle(checkpoint: Checkpoint) -> str:
     named = ", ".join(checkpoint.config.texts("architectures")) or "no architecture"
-    return f"of EAGLE3, DeepSpec's and speculators' files are read; this one names {named}"
+    return f"not one of the layouts of EAGLE3 that are read; its config names {named}"
 
 
 def _because(reason: str) -> Callable[[Checkpoint], str]:
@@ -263,6 +263,12 @@ PACKAGINGS: tuple[Packaging, ...] = (
         " or ".join(eagle3.ARCHITECTURES),
         lambda c: _architecture(c, *eagle3.ARCHITECTURES),
         read=eagle3.read_eagle3,
+    ),
+    Packaging(
+        eagle3.ORIGINAL,
+        " or ".join(eagle3.ORIGINAL_ARCHITECTURES),
+        lambda c: _architecture(c, *eagle3.ORIGINAL_ARCHITECTURES),
+        read=eagle3.read_original,
     ),
     Packaging(
         "EAGLE3 in another layout",
