@@ -38,6 +38,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "query_pre_attn_scalar": 32,
     },
+    "wide": {
+        "model_type": "gemma3_text",
+        **_COMMON,
+        "num_hidden_layers": 4,
+        "sliding_window": 96,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 32,
+    },
     "hybrid": {
         "model_type": "qwen3_5",
         **_COMMON,

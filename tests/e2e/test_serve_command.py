@@ -1,0 +1,137 @@
+"""`spec serve` as a process: its options, its output, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "spec_cli", "serve"]
+
+
+def run(
+    *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | (environment or {}),
+    )
+
+
+def config(*arguments: str, environment: dict[str, str] | None = None) -> dict[str, object]:
+    shown = run("--print-config", *arguments, environment=environment)
+    assert shown.returncode == 0, shown.stderr
+    return tomllib.loads(shown.stdout)
+
+
+def test_command_line_before_environment_before_file(tmp_path: Path) -> None:
+    file = tmp_path / "spec.toml"
+    file.write_text('port = 1001\nmax-batch = 2\nmax-queue = 3\ncors-origin = ["https://a.org"]\n')
+    environment = {"SPEC_PORT": "1002", "SPEC_MAX_BATCH": "4", "SPEC_CONFIG": str(file)}
+    found = config("--port", "1003", environment=environment)
+    assert (found["port"], found["max-batch"], found["max-queue"]) == (1003, 4, 3)
+    assert found["cors-origin"] == ["https://a.org"]
+    assert found["host"] == "127.0.0.1"
+
+
+def test_print_config_reads_back_and_hides_keys(tmp_path: Path) -> None:
+    arguments = ("--memory-limit", "2G", "--api-key", "hush", "--max-draft", "4")
+    shown = run("--print-config", *arguments)
+    assert "hush" not in shown.stdout
+    assert re.search(r"^max-draft = .*4.*# command line$", shown.stdout, re.MULTILINE)
+    file = tmp_path / "again.toml"
+    file.write_text("\n".join(li for li in shown.stdout.splitlines() if "api-key" not in li))
+    again = config("--config", str(file))
+    assert again == {k: v for k, v in tomllib.loads(shown.stdout).items() if k != "api-key"}
+    assert again["memory-limit"] == 2 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "mentions"),
+    [("prot = 1", "prot"), ("port = 'x'", "port"), ("[port]\na = 1", "port"), ("port", "TOML")],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, mentions: str) -> None:
+    file = tmp_path / "spec.toml"
+    file.write_text(text)
+    ended = run("--config", str(file))
+    assert ended.returncode == 2
+    assert mentions in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mentions"),
+    [
+        (["--max-batch", "0"], "max_batch"),
+        (["--memory-limit", "lots"], "lots"),
+        (["--cors-origin", "example.org"], "cors_origin"),
+        (["--port", "99999"], "port"),
+    ],
+)
+def test_wrong_options_are_named(arguments: list[str], mentions: str) -> None:
+    ended = run(*arguments)
+    assert ended.returncode == 2
+    assert mentions in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    process = subprocess.Popen(
+        [*COMMAND, "--port", "0", *arguments], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    try:
+        line = ""
+        while "/v1 (" not in line:
+            line = process.stderr.readline()
+            assert line, "the server ended"
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/v1 \(mode (\w+)", line)
+        assert found
+        yield process, int(found[1])
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_logs_one_line_a_request_and_ends_with_0(
+    folders: Callable[[str], Path], number: int
+) -> None:
+    with served("--model", str(folders("scripted")), "--mode", "lookup") as (process, port):
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
+        body = json.dumps({"messages": [{"role": "user", "content": "very private S"}]})
+        kind = {"content-type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", body, kind)
+        answer = json.loads(connection.getresponse().read())
+        connection.close()
+        assert answer["choices"][0]["message"]["content"] == "alpha beta gamma delta2"
+        process.send_signal(number)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert log.count("POST '/v1/chat/completions'") == 1
+        assert "private" not in log
+        assert "Traceback" not in log
+
+
+def test_a_second_server_on_a_port_says_so(folders: Callable[[str], Path]) -> None:
+    model = str(folders("scripted"))
+    with served("--model", model, "--mode", "baseline") as (_, port):
+        ended = run("--model", model, "--port", str(port))
+        assert ended.returncode == 1
+        assert f":{port} cannot be listened on" in ended.stderr
