@@ -93,6 +93,20 @@ CASES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 128,
         "rope_parameters": ROPE,
     },
+    # One period of Gemma 4: five sliding layers and one of full attention, with its head sizes.
+    "window-real": {
+        "model_type": "gemma4_text",
+        **REAL,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "global_head_dim": 512,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+    },
+    "dense-real": {"model_type": "qwen3", **REAL},
 }
 
 
