@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import mlx.core as mx
@@ -151,6 +152,14 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(IncompleteTargetError, match=r"lacks model-00002-of-00002\.safetensors"):
         load_target(folder)
+
+
+def test_a_library_that_is_not_there_is_named(folder: Path) -> None:
+    with pytest.raises(InvalidValueError, match="through is 'mlx'"):
+        load_target(folder, through="mlx")  # type: ignore[arg-type]
+    if find_spec("mlx_vlm") is None:
+        with pytest.raises(UnsupportedTargetError, match="not installed; install spec-targets"):
+            load_target(folder, through="vlm")
 
 
 @pytest.mark.parametrize("model_type", ["no_such_model", "../etc", "os.path", ""])
