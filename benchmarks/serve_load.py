@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--serve", default="", help="options of spec serve")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    arguments = ["--dtype", "float32", *options.serve.split()]
+    arguments = ["--dtype", "float32", "--cpu-blas", "bundled", *options.serve.split()]
     memory, reports = [], []
     with served(arguments) as (host, port, process):
         began = time.perf_counter()

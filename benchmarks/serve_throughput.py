@@ -1,0 +1,185 @@
+"""What HTTP costs: tokens a second over `spec serve` against the Engine's own, same requests.
+
+    python benchmarks/serve_throughput.py --serve "--mode dspark" --out result.json
+
+Trials of both take turns, each with the same number of requests at a time; figures are medians.
+The Engine runs in this process while the server rests, and the other way round. Time to first
+token is what a streaming client sees, from sending to the first text, alone and in company.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from serve_load import served
+
+from spec_cli import bundled
+from spec_server import CacheOptions, Engine, Limits
+
+PROMPTS = (
+    "Write a Python function that adds two numbers.",
+    "Write a Python function that reverses a string.",
+    "Write a Python class for a bank account.",
+    "Write a Python function that checks whether a number is prime.",
+    "Tell me about the sea.",
+    "What is 12 + 30?",
+    "How do I boil an egg?",
+    "Say something kind to a friend.",
+)
+
+
+def through_engine(engine: Engine, prompt: str, tokens: int) -> int:
+    """Tokens of one answer."""
+    return engine.generate(prompt, max_tokens=tokens).completion_tokens
+
+
+def through_http(port: int, prompt: str, tokens: int, stream: bool) -> int:
+    """The same over HTTP."""
+    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": tokens,
+            "temperature": 0, "stream": stream}  # fmt: skip
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    raw = _post(port, body).decode()
+    last = raw.strip().split("\n\n")[-2][6:] if stream else raw
+    return int(json.loads(last)["usage"]["completion_tokens"])
+
+
+def _post(port: int, body: dict[str, Any]) -> bytes:
+    connection = HTTPConnection("127.0.0.1", port, timeout=300)
+    try:
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"}
+        )
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def trial(ask: Callable[[str], int], rows: int, rounds: int) -> float:
+    """Tokens a second of `rows` askers at a time."""
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(rows * rounds)]
+    began = time.perf_counter()
+    with ThreadPoolExecutor(rows) as pool:
+        tokens = sum(pool.map(ask, prompts))
+    return tokens / (time.perf_counter() - began)
+
+
+def first_text(port: int, prompt: str) -> float:
+    """Seconds from sending a streaming request to its first text."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=300)
+    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 4, "stream": True,
+            "enable_thinking": False}  # fmt: skip
+    began = time.perf_counter()
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"}
+    )
+    response = connection.getresponse()
+    seen = 0.0
+    for line in iter(response.readline, b""):
+        if not seen and line.startswith(b"data: {"):
+            choice = json.loads(line[6:])["choices"][0]
+            if choice["delta"]["content"]:
+                seen = time.perf_counter() - began
+    connection.close()
+    return seen
+
+
+def company(port: int, rows: int, stop: threading.Event) -> Iterator[threading.Thread]:
+    """Clients that keep so many rows busy."""
+
+    def work(own: int) -> None:
+        while not stop.is_set():
+            through_http(port, PROMPTS[own % len(PROMPTS)], 64, True)
+
+    for own in range(rows):
+        thread = threading.Thread(target=work, args=(own,))
+        thread.start()
+        yield thread
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=4, help="requests a row and trial")
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--mode", default="dspark")
+    parser.add_argument("--model", default=str(bundled.TARGET))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    arguments = ["--model", options.model, "--mode", options.mode, "--max-batch", str(options.rows)]
+    limits, cache = Limits(max_batch=options.rows), CacheOptions()
+    rates: dict[str, list[float]] = {"engine": [], "http": [], "http_streamed": []}
+    with (
+        served(arguments) as (_, port, _process),
+        Engine.load(options.model, mode=options.mode, limits=limits, prefix_cache=cache) as engine,
+    ):
+        asks: dict[str, Callable[[str], int]] = {
+            "engine": lambda prompt: through_engine(engine, prompt, options.tokens),
+            "http": lambda prompt: through_http(port, prompt, options.tokens, False),
+            "http_streamed": lambda prompt: through_http(port, prompt, options.tokens, True),
+        }
+        for ask in asks.values():
+            trial(ask, options.rows, 1)
+        for number in range(options.trials):
+            for name in _turn(list(asks), number):
+                rates[name].append(trial(asks[name], options.rows, options.rounds))
+                print(f"{name}: {rates[name][-1]:.1f} tokens/s", file=sys.stderr)
+        ttft = _first_texts(port, options.rows)
+    result = _summary(options, rates, ttft)
+    print(json.dumps(result, indent=2))
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _turn(names: Sequence[str], number: int) -> list[str]:
+    """Another order each time."""
+    shift = number % len(names)
+    return [*names[shift:], *names[:shift]]
+
+
+def _first_texts(port: int, rows: int) -> dict[str, float]:
+    alone = [first_text(port, f"{i}: {PROMPTS[i % 8]}") for i in range(16)]
+    stop = threading.Event()
+    threads = list(company(port, rows - 1, stop))
+    together = [first_text(port, f"{i}. {PROMPTS[i % 8]}") for i in range(16)]
+    stop.set()
+    for thread in threads:
+        thread.join()
+    return {"alone": median(alone) * 1e3, "among_others": median(together) * 1e3}
+
+
+def _summary(
+    options: argparse.Namespace, rates: dict[str, list[float]], ttft: dict[str, float]
+) -> dict[str, Any]:
+    middle = {name: median(values) for name, values in rates.items()}
+    pairs = {
+        name: median(h / e for h, e in zip(rates[name], rates["engine"], strict=True))
+        for name in ("http", "http_streamed")
+    }
+    return {
+        "machine": {"system": platform.platform(), "cores": os.cpu_count()},
+        "model": Path(options.model).name,
+        "mode": options.mode,
+        "rows": options.rows,
+        "tokens_per_second": {name: round(value, 1) for name, value in middle.items()},
+        "share_of_engine": {name: round(value, 3) for name, value in pairs.items()},
+        "ttft_ms": {name: round(value, 1) for name, value in ttft.items()},
+        "trials": {name: [round(v, 1) for v in values] for name, values in rates.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()
