@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from spec_core.errors import InvalidValueError
+from spec_server.errors import ContextLengthError
 from spec_server.text import AnswerText, Detokeniser, StopMatcher, ThinkingSplit, Tokeniser
 from spec_server.text.thinking import ThinkingMarkers
 
@@ -244,3 +245,15 @@ def test_a_thought_that_the_template_opened_is_noticed(tokeniser: Tokeniser) -> 
     assert opened.opens_thought
     quoted = tokeniser.render([{"role": "user", "content": "what is <think>"}], thinking=False)
     assert not quoted.opens_thought
+
+
+def test_a_text_far_beyond_the_context_is_refused_without_being_tokenised(
+    chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokeniser = Tokeniser.load(chain)
+    assert len(tokeniser.encode("x" * 300, limit=200).ids) == 300
+    monkeypatch.setattr(tokeniser, "_encode", None)
+    with pytest.raises(ContextLengthError, match="at least"):
+        tokeniser.encode("x" * 10_000, limit=200)
+    with pytest.raises(ContextLengthError, match="at least"):
+        tokeniser.render([{"role": "user", "content": "x" * 10_000}], limit=200)

@@ -378,11 +378,13 @@ class Engine:
                 raise InvalidValueError(
                     "chat", False, "on where a system message, a thinking switch or tools are given"
                 )
-            return self.tokeniser.encode(prompt)
+            return self.tokeniser.encode(prompt, limit=self.facts.context_window)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
         if system is not None:
             messages.insert(0, {"role": "system", "content": system})
-        return self.tokeniser.render(messages, thinking=thinking, tools=tools)
+        return self.tokeniser.render(
+            messages, thinking=thinking, tools=tools, limit=self.facts.context_window
+        )
 
     def _budget(self, prompt_tokens: int, requested: int | None) -> int:
         """Answer tokens: what was asked for, as far as context and memory reach."""

@@ -55,10 +55,13 @@ class ContextLengthError(PromptError):
         requested: the answer tokens asked for, or None.
     """
 
-    def __init__(self, prompt_tokens: int, limit: int, requested: int | None) -> None:
+    def __init__(
+        self, prompt_tokens: int, limit: int, requested: int | None, *, at_least: bool = False
+    ) -> None:
         asked = "" if requested is None else f" and {requested} more were requested"
+        count = f"at least {prompt_tokens}" if at_least else str(prompt_tokens)
         super().__init__(
-            f"the prompt has {prompt_tokens} tokens{asked}, but the context holds {limit} "
+            f"the prompt has {count} tokens{asked}, but the context holds {limit} "
             "positions in all; shorten the prompt so that at least one position is left"
         )
         self.prompt_tokens = prompt_tokens

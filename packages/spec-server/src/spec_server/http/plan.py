@@ -98,6 +98,7 @@ def plan_chat(engine: Engine, settings: ServerSettings, body: ChatRequest) -> Pl
         thinking=thinking,
         tools=[t.model_dump(exclude_none=True) for t in body.tools or ()] if functions else None,
         options=options,
+        limit=engine.facts.context_window,
     )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     tools = None
@@ -241,7 +242,7 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[
 
 def _prompt(engine: Engine, given: Given) -> Prompt:
     if isinstance(given, str):
-        return engine.tokeniser.encode(given)
+        return engine.tokeniser.encode(given, limit=engine.facts.context_window)
     if not given:
         raise bad_field("prompt", given, "a list of token ids that is not empty")
     return Prompt(tuple(given))

@@ -148,6 +148,7 @@ def _config(app: object, listen: Listen) -> uvicorn.Config:
         app,  # type: ignore[arg-type]
         http=bounded(listen.max_connections, listen.header_seconds),
         lifespan="off",
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,

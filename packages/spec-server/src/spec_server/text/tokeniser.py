@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_server.errors import ModelLoadError, PromptError, TemplateError
+from spec_server.errors import ContextLengthError, ModelLoadError, PromptError, TemplateError
 from spec_server.text.thinking import ThinkingMarkers
 from spec_server.tools import ToolFormat, detect
 from spec_server.tools.parsers import GEMMA_QUOTE
@@ -60,6 +60,7 @@ class Tokeniser:
         self.byte_tokens = frozenset(
             i for token, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(token)
         )
+        self._longest = max(map(len, vocabulary), default=1)
         self._byte_level = _is_byte_level(wrapper)
         self.tool_format = _tool_format(wrapper, vocabulary)
         self._hidden = _hidden_tokens(wrapper, self.tool_format)
@@ -92,14 +93,20 @@ class Tokeniser:
     def has_chat_template(self) -> bool:
         return bool(self._wrapper.has_chat_template)
 
-    def encode(self, text: str) -> Prompt:
+    def encode(self, text: str, *, limit: int | None = None) -> Prompt:
         """Plain text, with the tokenizer's own beginning-of-text token unless it is there.
+
+        Args:
+            text: the text.
+            limit: the context; a text that is far beyond it is refused without being tokenised.
 
         Raises:
             PromptError: the text has no tokens.
+            ContextLengthError: it is far beyond the limit.
         """
         bos: str | None = self._wrapper.bos_token
         special = bos is None or not text.startswith(bos)
+        self._check_size(text, limit)
         ids = self._encode(text, special)
         if not ids:
             raise PromptError("the prompt is empty; give at least one character")
@@ -112,6 +119,7 @@ class Tokeniser:
         thinking: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        limit: int | None = None,
     ) -> Prompt:
         """Messages through the model's chat template, up to where the answer begins.
 
@@ -120,9 +128,11 @@ class Tokeniser:
             thinking: the template's `enable_thinking`; None leaves the template's own default.
             tools: function descriptions as JSON schemas.
             options: further variables for the template.
+            limit: the context, as in `encode`.
 
         Raises:
             TemplateError: there is no template, or it refused the messages.
+            ContextLengthError: the text is far beyond the limit.
         """
         if not self.has_chat_template:
             raise TemplateError(
@@ -133,6 +143,7 @@ class Tokeniser:
         if thinking is not None:
             variables["enable_thinking"] = thinking
         text = self._apply_template(messages, tools, variables)
+        self._check_size(text, limit)
         opened = self.markers is not None and text.rstrip().endswith(self.markers.start)
         return Prompt(self._encode(text, special=False), opened)
 
@@ -184,6 +195,13 @@ class Tokeniser:
     def marker_ids(self, text: str) -> tuple[int, ...]:
         """The token ids of a marker, without beginning-of-text tokens."""
         return self._encode(text, special=False)
+
+    def _check_size(self, text: str, limit: int | None) -> None:
+        """Refuse what cannot fit, even if every token were the longest and half of the text were
+        dropped by the tokenizer's normaliser."""
+        least = len(text) // (2 * self._longest)
+        if limit is not None and least > limit:
+            raise ContextLengthError(least, limit, None, at_least=True)
 
     def _apply_template(
         self,
