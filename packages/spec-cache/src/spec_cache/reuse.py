@@ -1,7 +1,7 @@
 """The prefix cache beside a batch: what is restored before a prefill, and stored after its chunks.
 
-A prefill pauses at block borders and at the lengths where recurrent state is worth a checkpoint;
-after each pause, what is new is pictured and stored.
+A prefill pauses at block borders and at the lengths where a checkpoint is worth it; after each
+pause, what is new is pictured and stored.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ class PrefixReuse:
     Args:
         cache: where pictures are kept.
         namespace: names everything that changes a state.
-        recurrent: the rows have state that can only be resumed where a checkpoint was stored.
+        exact: rows resume at stored checkpoints only (recurrent state) or mostly (windows smaller
+            than a block), so that prefills pause for some.
     """
 
-    def __init__(self, cache: PrefixCache, namespace: Namespace, *, recurrent: bool) -> None:
+    def __init__(self, cache: PrefixCache, namespace: Namespace, *, exact: bool) -> None:
         self.cache = cache
         self._namespace = namespace
-        self._recurrent = recurrent
+        self._exact = exact
 
     def admit(
         self, batch: Batch, request: Request, salt: str = ""
@@ -117,7 +118,7 @@ class PrefixReuse:
     def after_chunk(self, thread: Thread, prefill: Prefill) -> None:
         """Store what a chunk added."""
         length, done = prefill.position, prefill.remaining == 0
-        checkpoint = length in thread.stops if self._recurrent else done
+        checkpoint = length in thread.stops if self._exact else done
         start = self.cache.missing(
             thread.namespace, thread.tokens, length, since=thread.stored, checkpoint=checkpoint
         )
@@ -147,7 +148,7 @@ class PrefixReuse:
 
     def _stops(self, hit: Hit, prompt: int) -> tuple[int, ...]:
         """Where to pause for checkpoints: where others part from this prompt, one is worth it."""
-        if not self._recurrent:
+        if not self._exact:
             return ()
         return checkpoint_lengths(prompt, self.cache.block, (hit.stopped_at,), start=hit.length)
 

@@ -235,12 +235,15 @@ class Scheduler:
             entry.job.fail(_as_engine_error(error))
             return
         if outcome is None:
+            self._keep(entry)
             self._prefills.append(entry)
             return
         self._activity.prompt_done(len(entry.job.request.prompt))
         self._activity.observe([outcome])
         entry.answer.extend(outcome.tokens)
-        if not entry.job.deliver(outcome):
+        ended = entry.job.deliver(outcome)
+        self._keep(entry)
+        if not ended:
             self._decoding[self._batch.join(entry.prefill)] = entry
 
     def _chunk(self, entry: Entry) -> RowOutcome | None:
@@ -252,12 +255,17 @@ class Scheduler:
         outcome = prefill.step(tokens)
         if tokens >= _LEAST_CHUNK or not self._token_seconds:
             self._token_seconds = (time.perf_counter() - began) / tokens
-        if self._reuse is not None and entry.thread is not None:
-            try:
-                self._reuse.after_chunk(entry.thread, prefill)
-            except SpecError as error:
-                _log.warning("a prompt was not kept for reuse: %s", error)
         return outcome
+
+    def _keep(self, entry: Entry) -> None:
+        """Store what a chunk added; the answer does not depend on it."""
+        if self._reuse is None or entry.thread is None:
+            return
+        try:
+            self._reuse.after_chunk(entry.thread, entry.prefill)
+        except Exception as error:
+            entry.thread.release()
+            _log.warning("a prompt was not kept for reuse: %s", error)
 
     def _chunk_size(self) -> int:
         """Prompt tokens of the next chunk: as many as the time budget allows, if others wait."""

@@ -129,7 +129,9 @@ class Worker:
         if self._cache is not None:
             kept, namespace = self._cache(self.memory)
             self.memory = self.memory.without(kept.stats().ram_limit)
-            reuse = PrefixReuse(kept, namespace, recurrent=self.memory.cost.fixed > 0)
+            cost = self.memory.cost
+            exact = cost.fixed > 0 or 0 < cost.reach < kept.block
+            reuse = PrefixReuse(kept, namespace, exact=exact)
         return Scheduler(models, self._limits, self.memory, self.activity, reuse)
 
     def _receive(self, scheduler: Scheduler) -> bool:

@@ -1,0 +1,260 @@
+"""What a kept prefix saves, what a miss costs, and what 500 conversations take.
+
+Drives spec_core's batch with spec_cache's own reuse, as the engine does. Times are medians; cold
+and warm take turns. Needs spec_core, spec_targets, spec_drafters and spec_cache only.
+
+    python benchmarks/prefix_cache.py --out benchmarks/results/prefix-cache-spec-tiny-cpu.json
+    python benchmarks/prefix_cache.py --model SMOLLM2 --drafter tests/models/smollm2-135m-dspark \
+        --prefix 7500 --repeat 3 --conversations 0 --out ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+from harness import write
+
+from spec_cache import Namespace, PrefixCache, PrefixReuse
+from spec_core import Batch, Drafter, Request, Target
+from spec_drafters.load import load_drafter
+from spec_targets import load_target
+
+ROOT = Path(__file__).parents[1]
+BUNDLED = ROOT / "packages" / "spec-cli" / "src" / "spec_cli" / "models"
+NAMESPACE = Namespace(target="benchmark")
+BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one request took. `first`: seconds to its first token; `kept`: to store its prompt."""
+
+    first: float
+    kept: float
+    answer: tuple[int, ...]
+    cached: int
+
+
+class Runner:
+    """Runs requests one at a time, with or without a cache."""
+
+    def __init__(self, target: Target, drafter: Drafter | None, chunk: int) -> None:
+        self.target = target
+        self.drafter = drafter
+        self._chunk = chunk
+        self._random = random.Random(0)
+        probe = target.new_state(1)
+        forward = target.forward(mx.array([[1, 2]], dtype=mx.int32), probe, logits="last")
+        probe.commit([2])
+        mx.eval(forward.logits, probe.pending())
+        image = probe.image(0)
+        self._exact = bool(image.at_end) or any(
+            p.reach is not None and p.reach < BLOCK for p in image.per_token.values()
+        )
+
+    def text(self, length: int) -> tuple[int, ...]:
+        return tuple(self._random.randrange(self.target.info.vocab_size) for _ in range(length))
+
+    def reuse(self, cache: PrefixCache) -> PrefixReuse:
+        return PrefixReuse(cache, NAMESPACE, exact=self._exact)
+
+    def run(self, prompt: Sequence[int], cache: PrefixCache | None, tokens: int = 1) -> Turn:
+        """One request, from its arrival to its last token."""
+        batch = Batch(self.target, self.drafter)
+        request = Request(tuple(prompt), max_tokens=tokens)
+        reuse = None if cache is None else self.reuse(cache)
+        begun, kept, thread, outcome = time.perf_counter(), 0.0, None, None
+        if reuse is None:
+            prefill = batch.prefill(request)
+        else:
+            admitted = reuse.admit(batch, request)
+            assert admitted is not None
+            prefill, thread = admitted
+        while outcome is None:
+            size = min(self._chunk, prefill.remaining)
+            if reuse is not None and thread is not None:
+                size = reuse.chunk(thread, prefill.position, size)
+            outcome = prefill.step(size)
+            stepped = time.perf_counter()
+            if outcome is not None:
+                first = stepped - begun
+            if reuse is not None and thread is not None:
+                reuse.after_chunk(thread, prefill)
+                kept += time.perf_counter() - stepped
+        answer = list(outcome.tokens)
+        if outcome.finish is None:
+            key = batch.join(prefill)
+            while batch.rows:
+                answer += [t for outcome in batch.step() for t in outcome.tokens]
+            if reuse is not None and thread is not None:
+                reuse.end_of_turn(thread, answer, batch, key)
+        cached = 0 if thread is None else thread.reuse.length
+        return Turn(first, kept, tuple(answer), cached)
+
+
+def follow_up(runner: Runner, prefix: int, new: int, repeat: int) -> dict[str, Any]:
+    """Time to the first token of a second turn, cold and warm in turns."""
+    cold, warm, cached, full = [], [], [], []
+    with PrefixCache(4 << 30) as cache:
+        for _ in range(repeat + 1):
+            prompt = runner.text(prefix)
+            turn = (*prompt, *runner.run(prompt, cache, 16).answer, *runner.text(new))
+            cold.append(runner.run(turn, None).first)
+            seen = runner.run(turn, cache)
+            warm.append(seen.first)
+            cached.append(seen.cached)
+            full.append(runner.run(turn, cache).first)
+    return {
+        "prefix_tokens": prefix,
+        "new_tokens": new,
+        "cached_tokens": median(cached[1:]),
+        "cold_ms": round(1e3 * median(cold[1:]), 3),
+        "warm_ms": round(1e3 * median(warm[1:]), 3),
+        "times_faster": round(median(cold[1:]) / median(warm[1:]), 2),
+        "fully_cached_ms": round(1e3 * median(full[1:]), 3),
+    }
+
+
+def miss(runner: Runner, length: int, repeat: int) -> dict[str, Any]:
+    """What looking up a prompt that was never seen costs, and what keeping it costs."""
+    plain, kept, looked = [], [], []
+    with PrefixCache(4 << 30) as cache:
+        for _ in range(16):
+            runner.run(runner.text(length), cache)
+        for _ in range(repeat + 1):
+            plain.append(runner.run(runner.text(length), None).first)
+            prompt = runner.text(length)
+            begun = time.perf_counter()
+            cache.match(NAMESPACE, prompt)
+            looked.append(time.perf_counter() - begun)
+            kept.append(runner.run(prompt, cache).kept)
+    whole = median(plain[1:])
+    return {
+        "tokens": length,
+        "prefill_ms": round(1e3 * whole, 3),
+        "look_up_ms": round(1e3 * median(looked[1:]), 4),
+        "look_up_share": round(median(looked[1:]) / whole, 5),
+        "store_ms": round(1e3 * median(kept[1:]), 3),
+        "store_share": round(median(kept[1:]) / whole, 5),
+    }
+
+
+def memory(runner: Runner, conversations: int, length: int, ram: int, disk: int) -> dict[str, Any]:
+    """The most that distinct conversations take, and decoding beside a full cache."""
+    before = speed(runner)
+    mx.clear_cache()
+    own, most, most_disk = mx.get_active_memory(), 0, 0
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        PrefixCache(ram, disk, Path(folder) / "cache") as cache,
+    ):
+        for _ in range(conversations):
+            runner.run(runner.text(length), cache)
+            most = max(most, mx.get_active_memory() - own)
+            most_disk = max(most_disk, size_of(Path(folder)))
+        during = speed(runner)
+        cache.flush()
+        most_disk = max(most_disk, size_of(Path(folder)))
+        seen = cache.stats()
+        image = seen.ram_bytes // max(1, seen.ram_entries)
+    return {
+        "conversations": conversations,
+        "tokens_each": length,
+        "ram_limit": ram,
+        "most_active_over_model": most,
+        "ram_used": seen.ram_bytes,
+        "bytes_an_entry": image,
+        "disk_limit": disk,
+        "most_on_disk": most_disk,
+        "evicted": seen.evicted_ram,
+        "evicted_files": seen.evicted_disk,
+        "unrelated_tokens_per_second": {"before": before, "beside_a_full_cache": during},
+    }
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files, while another thread writes and removes some."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def speed(runner: Runner, tokens: int = 128) -> float:
+    """Tokens a second of a request that the cache has nothing to do with."""
+    taken = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        runner.run((1, 2, 3, 4), None, tokens)
+        taken.append(time.perf_counter() - begun)
+    return round(tokens / median(taken), 1)
+
+
+def shared(runner: Runner, system: int) -> dict[str, Any]:
+    """Bytes after one conversation, and after a second with the same system prompt."""
+    prompt = runner.text(system)
+    held = []
+    with PrefixCache(4 << 30) as cache:
+        for _ in range(2):
+            runner.run((*prompt, *runner.text(24)), cache)
+            held.append(cache.stats().ram_bytes)
+    return {"system_tokens": system, "bytes_of_one": held[0], "bytes_of_two": held[1]}
+
+
+def main() -> None:
+    """Parse, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default=str(BUNDLED / "spec-tiny"))
+    parser.add_argument("--drafter", default=str(BUNDLED / "spec-tiny-dspark"))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prefix", type=int, default=750)
+    parser.add_argument("--new", type=int, default=16, help="tokens of the second turn")
+    parser.add_argument("--system", type=int, default=2000)
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--conversations", type=int, default=500)
+    parser.add_argument("--length", type=int, default=130, help="tokens of a conversation")
+    parser.add_argument("--ram", type=int, default=64, help="MiB")
+    parser.add_argument("--disk", type=int, default=128, help="MiB")
+    parser.add_argument("--out")
+    arguments = parser.parse_args()
+    target = load_target(arguments.model, dtype=arguments.dtype).target
+    drafter = load_drafter(arguments.drafter, target, dtype=getattr(mx, arguments.dtype))
+    runner = Runner(target, drafter, arguments.chunk)
+    runner.run(runner.text(arguments.prefix), None, 16)
+    parts: dict[str, Any] = {
+        "model": Path(arguments.model).name,
+        "drafter": Path(arguments.drafter).name,
+        "dtype": arguments.dtype,
+    }
+    parts["follow_up"] = follow_up(runner, arguments.prefix, arguments.new, arguments.repeat)
+    print(parts["follow_up"], flush=True)
+    parts["miss"] = miss(runner, arguments.prefix, arguments.repeat)
+    print(parts["miss"], flush=True)
+    if arguments.system:
+        parts["shared"] = shared(runner, arguments.system)
+    if arguments.conversations:
+        parts["memory"] = memory(
+            runner,
+            arguments.conversations,
+            arguments.length,
+            arguments.ram << 20,
+            arguments.disk << 20,
+        )
+    write(arguments.out, parts)
+
+
+if __name__ == "__main__":
+    main()
