@@ -141,8 +141,7 @@ class GrammarCompiler:
             GrammarError: the grammar is invalid, too costly, or would not be enforced.
         """
         text = self._text(grammar)
-        future = self._pool.submit(self._matcher, text)
-        matcher = self._wait(future)
+        matcher = self._remembered(text) or self._wait(self._pool.submit(self._matcher, text))
         if opens_thought and self._thoughts is None:
             raise GrammarError(
                 "the prompt opens a thought whose markers are not single tokens, so the answer "
@@ -189,13 +188,17 @@ class GrammarCompiler:
             answer=None if grammar.instead is None else grammar.instead.schema,
         )
 
-    def _matcher(self, text: str) -> LLMatcher:
-        """A matcher of one's own, copied from a remembered one."""
+    def _remembered(self, text: str) -> LLMatcher | None:
+        """A copy of a matcher that was compiled before."""
         with self._lock:
             known = self._known.get(text)
-            if known is not None:
-                self._known.move_to_end(text)
-                return known.deep_copy()
+            if known is None:
+                return None
+            self._known.move_to_end(text)
+            return known.deep_copy()
+
+    def _matcher(self, text: str) -> LLMatcher:
+        """Compile; the result is a copy of what is remembered."""
         fresh = LLMatcher(
             self._tokens(), text, log_level=0, limits=LLParserLimits(verbose_errors=False)
         )
