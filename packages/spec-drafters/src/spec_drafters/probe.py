@@ -17,7 +17,7 @@ from spec_drafters.errors import PackagingError
 TOKENS = 48
 """Tokens decoded for each prompt."""
 
-PROMPTS, PROMPT_TOKENS = 6, 8
+PROMPTS, PROMPT_TOKENS = 4, 8
 CLEAR = 1.25
 """How many times as many tokens the right slot convention must have accepted, and
 `CLEAR_TOKENS` of them a round more, to be believed: the wrong one accepts about half."""
