@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -16,13 +18,15 @@ from spec_drafters.eagle_state import EagleState
 from spec_drafters.load import load_drafter
 
 from .helpers import Golden, Greedy
+from .test_block_drafter import rounded
 
 GOLDENS = ["eagle3_qwen3", "eagle3_gemma4"]
 TOLERANCE = 2e-4
 
 
 def close(got: mx.array, wanted: mx.array, tolerance: float = TOLERANCE) -> None:
-    np.testing.assert_allclose(np.array(got), np.array(wanted), rtol=0, atol=tolerance)
+    one, other = (np.array(array.astype(mx.float32)) for array in (got, wanted))
+    np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
 
 
 def tell(
@@ -267,3 +271,24 @@ def test_a_chain_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(mx, "async_eval", fail)
         proposal = drafter.propose(state, mx.array([3], dtype=mx.int32), 7, Greedy())
     assert proposal.tokens.shape == (1, 7)
+
+
+# --- precision ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_drafter_is_one_of_rounded_matrices(tmp_path: Path, bits: int) -> None:
+    golden = Golden.named("eagle3_gemma4")
+    small = golden.eagle(bits=bits)
+    dense = load_drafter(rounded(tmp_path, golden, bits), golden.target())
+    wanted, got = (logits(d, told(d, 9), [7])[1] for d in (dense, small))
+    close(got, wanted)
+    assert mx.abs(got - logits(golden.eagle(), told(golden.eagle(), 9), [7])[1]).max() > 1e-2
+
+
+def test_half_precision_drafts_nearly_the_same() -> None:
+    golden = Golden.named("eagle3_qwen3")
+    half, full = golden.eagle(dtype="bfloat16"), golden.eagle()
+    state = told(half, 9)
+    assert {array.dtype for array in state.pending()} == {mx.bfloat16}
+    close(logits(half, state, [7], 1)[1], logits(full, told(full, 9), [7], 1)[1], 0.2)
