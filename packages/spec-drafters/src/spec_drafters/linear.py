@@ -197,7 +197,7 @@ def linear(weight: mx.array, precision: Precision) -> Linear:
     if group_size is not None:
         return _quantized(weight, group_size, precision)
     transposed = weight.swapaxes(-1, -2)
-    if precision.dtype == mx.float32 and blas.unoptimised():
+    if precision.dtype == mx.float32 and blas.prefers_columns():
         transposed = mx.contiguous(transposed)
     mx.eval(transposed)
     return _Dense(transposed)

@@ -14,12 +14,12 @@ from spec_targets.anatomy import dissect
 
 
 def lay_out(model: Module) -> None:
-    """Store float32 matrices column by column where an unoptimised BLAS multiplies with them.
+    """Store float32 matrices column by column where they are multiplied faster so.
 
     One matrix at a time, so that a load needs the memory of one more. An embedding is among them
     where it serves as the head too.
     """
-    if not blas.unoptimised():
+    if not blas.prefers_columns():
         return
     modules: Iterable[Module] = model.modules()  # type: ignore[no-untyped-call]
     head = _embedding_as_head(model)
