@@ -54,11 +54,11 @@ def by_columns(array: mx.array) -> bool:
 
 
 @pytest.fixture
-def by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "blas", SimpleNamespace(prefers_columns=lambda: True))
 
 
-@pytest.mark.usefixtures("by_columns")
+@pytest.mark.usefixtures("preferred")
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_same_logits_and_only_factors_of_products_move(tied: bool) -> None:
     mx.random.seed(3)
@@ -80,7 +80,7 @@ def test_a_bias_is_added_to_the_same_sums() -> None:
     assert mx.allclose(linear(inputs), before, rtol=0.0, atol=1e-6)
 
 
-@pytest.mark.usefixtures("by_columns")
+@pytest.mark.usefixtures("preferred")
 @pytest.mark.parametrize("rows", [2, 3, 5, 8, 17])
 @pytest.mark.parametrize(("inner", "outer"), [(24, 40), (256, 704), (576, 192)])
 def test_rows_stay_what_they_are_alone(inner: int, outer: int, rows: int) -> None:
@@ -93,7 +93,7 @@ def test_rows_stay_what_they_are_alone(inner: int, outer: int, rows: int) -> Non
         assert mx.array_equal(linear(inputs[:, row : row + 1]), together[:, row : row + 1])
 
 
-@pytest.mark.usefixtures("by_columns")
+@pytest.mark.usefixtures("preferred")
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_other_types_stay_as_they_are(dtype: mx.Dtype) -> None:
     model = Tiny(tied=True)
@@ -102,7 +102,7 @@ def test_other_types_stay_as_they_are(dtype: mx.Dtype) -> None:
     assert not by_columns(model.layers[0]["weight"].view(mx.uint16))
 
 
-def test_with_another_blas_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_columns_are_not_preferred_nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "blas", SimpleNamespace(prefers_columns=lambda: False))
     model = Tiny(tied=True)
     mx.eval(model.parameters())
