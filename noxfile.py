@@ -28,6 +28,9 @@ nox.needs_version = ">=2026.2"
 nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
+# MLX's CPU backend computes on one core, so two sessions fill the two that CI has.
+nox.options.parallel = 2
+nox.options.allow_parallel = True
 nox.options.sessions = [
     "lint",
     "types",
@@ -125,7 +128,8 @@ def types(session: nox.Session, package: str) -> None:
     """mypy --strict, seeing only what the package declares."""
     sync_package(session, package)
     interpreter = str(Path(session.bin) / "python")
-    tool(session, "mypy", "--python-executable", interpreter, f"packages/{package}/src")
+    cache = f"--cache-dir=.mypy_cache/{package}"
+    tool(session, "mypy", cache, "--python-executable", interpreter, f"packages/{package}/src")
 
 
 @nox.session(python=PYTHONS)
@@ -212,7 +216,7 @@ def e2e(session: nox.Session) -> None:
     pytest(session, "tests", "--ignore=tests/docs")
 
 
-@nox.session(python=FLOOR)
+@nox.session(python=FLOOR, allow_parallel=False)
 def bench(session: nox.Session) -> None:
     """A short `spec benchmark` of the bundled pair; it must find every mode lossless."""
     sync_workspace(session)
