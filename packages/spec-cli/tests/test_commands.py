@@ -127,9 +127,29 @@ def test_benchmark_prints_tables(spec: Spec) -> None:
     assert any("ms a round" in line for line in lines)
 
 
+def test_benchmark_of_chosen_lengths_as_a_page_and_a_picture(spec: Spec, tmp_path: Path) -> None:
+    picture = tmp_path / "speeds.svg"
+    arguments = ("--trials", "1", "--max-tokens", "12", "--max-prompts", "1", "--no-mlx-lm")
+    sweeps = ("--concurrency", "2", "--contexts", "100")
+    ran = spec(
+        *("benchmark", *arguments, *sweeps, "--sets", "code,prose", "--modes", "dspark"),
+        *("--caps", "auto", "--markdown", "--plot", str(picture)),
+    )
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith("# spec-tiny, float32" if sys.platform == "linux" else "# spec-tiny")
+    assert "| dspark auto |" in ran.out
+    assert "| 100 | dspark auto |" in ran.out
+    assert "All answers are identical" in ran.out
+    assert "dspark auto" in picture.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--concurrency", "two"], "'two'"),
+        (["--contexts", "0"], "'0'"),
+        (["--json", "--markdown"], "exclude each other"),
+        (["--contexts", "100000", "--no-mlx-lm"], "at most"),
         (["--modes", "turbo"], "turbo"),
         (["--sets", "poems"], "poems"),
         (["--max-draft", "2,x"], "'x'"),

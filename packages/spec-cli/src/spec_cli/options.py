@@ -63,6 +63,17 @@ def size(context: click.Context, parameter: click.Parameter, value: str | int | 
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def whole_numbers(
+    context: click.Context, parameter: click.Parameter, value: str
+) -> tuple[int, ...]:
+    """Numbers of at least 1, separated by commas; none for an empty text."""
+    texts = [part.strip() for part in value.split(",")] if value.strip() else []
+    for text in texts:
+        if not text.isdecimal() or int(text) < 1:
+            raise click.BadParameter(f"{text!r} is not a whole number of at least 1")
+    return tuple(map(int, texts))
+
+
 def names_of(allowed: tuple[str, ...]) -> Callable[..., tuple[str, ...] | None]:
     """A callback for names out of a fixed set, separated by commas."""
 

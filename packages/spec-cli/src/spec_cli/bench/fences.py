@@ -12,17 +12,20 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from spec_cli.bench.trial import Setting
+from spec_cli.bench.trial import Setting, Task
 from spec_core import decode
 from spec_core.seams import (
     Chooser,
     Copier,
     Drafter,
     DrafterState,
+    DraftPolicy,
     EmbeddingLender,
     Forward,
     LogitRows,
     Proposal,
+    RowOutcome,
+    RowStatus,
     Target,
     TargetInfo,
     TargetState,
@@ -35,18 +38,38 @@ class Clock:
 
     draft: float = 0.0
     verify: float = 0.0
+    accept: float = 0.0
+    _verified: float | None = None
 
     def reset(self) -> None:
-        self.draft = self.verify = 0.0
+        self.draft = self.verify = self.accept = 0.0
+        self._verified = None
+
+    def verified(self) -> None:
+        """A forward is done; what comes next is acceptance."""
+        self._verified = time.perf_counter()
+
+    def accepted(self) -> None:
+        """The verdict has been read."""
+        if self._verified is not None:
+            self.accept += time.perf_counter() - self._verified
+        self._verified = None
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """Means over rounds, in seconds: proposing and telling the drafter, the target's forward, and
-    everything else."""
+    """Means over rounds, in seconds.
+
+    Attributes:
+        draft: proposing, and telling the drafter what was kept.
+        verify: the target's forward.
+        accept: from there until the verdict is read; a part of the overhead.
+        overhead: everything but draft and verify.
+    """
 
     draft: float
     verify: float
+    accept: float
     overhead: float
 
 
@@ -82,6 +105,7 @@ class FencedTarget:
         forward = self._target.forward(tokens, state, taps=taps, logits=logits, valid=valid)
         mx.eval(forward.logits, *forward.taps)
         self._clock.verify += time.perf_counter() - start
+        self._clock.verified()
         return forward
 
 
@@ -118,6 +142,7 @@ class FencedDrafter:
         taps: Sequence[mx.array],
         keep: Sequence[int],
     ) -> None:
+        self._clock.accepted()
         start = time.perf_counter()
         self._drafter.extend(state, tokens, taps, keep)
         mx.eval(*state.pending())
@@ -157,18 +182,46 @@ def fenced(drafter: Drafter | None, clock: Clock) -> Drafter | None:
     return FencedDrafter(drafter, clock)
 
 
+class FencedPolicy:
+    """A policy that tells the clock when a round is settled."""
+
+    def __init__(self, policy: DraftPolicy, clock: Clock) -> None:
+        self._policy = policy
+        self._clock = clock
+
+    @property
+    def needs_confidence(self) -> bool:
+        return self._policy.needs_confidence
+
+    def lengths(self, rows: Sequence[RowStatus]) -> Sequence[int]:
+        return self._policy.lengths(rows)
+
+    def truncate(
+        self,
+        rows: Sequence[RowStatus],
+        lengths: Sequence[int],
+        confidence: Sequence[Sequence[float]],
+    ) -> Sequence[int]:
+        return self._policy.truncate(rows, lengths, confidence)
+
+    def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
+        self._clock.accepted()
+        self._policy.observe(outcomes, seconds)
+
+
 def time_rounds(
-    target: Target, setting: Setting, prompt: Sequence[int], end_tokens: Sequence[int], budget: int
+    target: Target, setting: Setting, task: Task, end_tokens: Sequence[int]
 ) -> tuple[RoundTimes, int] | None:
     """Mean times of one answer's rounds, and how many there were; None without a round."""
     clock = Clock()
     outcomes = decode(
         FencedTarget(target, clock),
         fenced(setting.drafter, clock),
-        prompt,
-        max_tokens=budget,
+        task.prompt,
+        sampling=task.sampling,
+        max_tokens=task.max_tokens,
         end_tokens=end_tokens,
-        policy=setting.policy,
+        policy=FencedPolicy(setting.policy(), clock),
     )
     next(outcomes)
     clock.reset()
@@ -178,4 +231,5 @@ def time_rounds(
     if not rounds:
         return None
     overhead = max(wall - clock.draft - clock.verify, 0.0)
-    return RoundTimes(clock.draft / rounds, clock.verify / rounds, overhead / rounds), rounds
+    parts = (clock.draft, clock.verify, min(clock.accept, overhead), overhead)
+    return RoundTimes(*(part / rounds for part in parts)), rounds

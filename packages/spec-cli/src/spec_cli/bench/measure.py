@@ -1,26 +1,29 @@
 """Interleaved trials over prompt sets, and what follows from them.
 
 Every prompt is decoded by every setting before the next prompt begins, the baseline first, so
-that whatever else the machine does falls on all of them alike. Figures are medians over trials.
+that whatever else the machine does falls on all of them alike. A policy that learns starts anew
+with each set of each trial. Figures are medians over trials.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
 from spec_cli.bench.fences import RoundTimes, time_rounds
-from spec_cli.bench.trial import Setting, Trial, run_trial
-from spec_core import Statistics, Target
+from spec_cli.bench.trial import Setting, Task, Trial, run_trial
+from spec_core import CostCurves, Statistics, Target
 from spec_server.text import Tokeniser
 
 BASELINE = "baseline"
 
-Runner = Callable[[Sequence[int], int], Trial]
-"""Decodes a prompt with a budget of tokens."""
+Runner = Callable[[Task], Trial]
+
+_WARM_UP_TOKENS = 16
+_TIMED_PROMPTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +60,26 @@ class Samples:
         """Tokens a second of each trial over a whole set."""
         return [_rate(trial[set_name]) for trial in self.rounds]
 
+    def of(self, set_name: str) -> list[Trial]:
+        return [one for trial in self.rounds for one in trial[set_name]]
+
     def every(self) -> list[Trial]:
         return [one for trial in self.rounds for results in trial.values() for one in results]
 
 
 @dataclass(frozen=True, slots=True)
 class SetResult:
-    """One setting on one set: medians over trials, and their range."""
+    """One setting on one set: medians over trials, and their range.
+
+    Attributes:
+        plain_share: of the rounds, those that checked no guess.
+    """
 
     tokens_per_second: float
     speedup: float
     speedup_range: tuple[float, float]
     mean_accept_length: float
+    plain_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +87,7 @@ class Result:
     """One setting on all sets; rates and speed-ups are medians of the sets' figures."""
 
     mode: str
-    max_draft: int | None
+    max_draft: int | str | None
     source: str | None
     tokens_per_second: float
     speedup: float
@@ -87,6 +98,7 @@ class Result:
     peak_bytes: int
     sets: Mapping[str, SetResult]
     divergence: Divergence | None
+    curves: CostCurves | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,42 +106,49 @@ class Plan:
     """What to measure.
 
     Attributes:
-        prompts: token ids of each set's prompts.
+        sets: the tasks of each set.
         settings: the baseline first.
-        reference: another plain decoder to compare with, by name.
+        reference: other plain decoders to compare with, by name. Where they sample, their text
+            is their own.
     """
 
     target: Target
     tokeniser: Tokeniser
-    prompts: Mapping[str, Sequence[Sequence[int]]]
+    sets: Mapping[str, Sequence[Task]]
     settings: Sequence[Setting]
     reference: Mapping[str, Runner]
     trials: int
-    max_tokens: int
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        return tuple(self.tokeniser.end_tokens)
 
 
 def measure(plan: Plan, progress: Callable[[str], None]) -> list[Result]:
     """Run the plan; `progress` is told what comes next."""
-    runners = _runners(plan)
-    _warm_up(plan, runners, progress)
-    samples = {label: Samples() for label in runners}
+    progress("warming up")
+    first = next(iter(plan.sets.values()))[0]
+    short = replace(first, max_tokens=min(first.max_tokens, _WARM_UP_TOKENS))
+    for run in runners(plan).values():
+        run(short)
+    samples: dict[str, Samples] = {label: Samples() for label in runners(plan)}
     for trial in range(plan.trials):
-        for name, prompts in plan.prompts.items():
-            for index, prompt in enumerate(prompts):
-                progress(f"trial {trial + 1}/{plan.trials}, {name} {index + 1}/{len(prompts)}")
-                for label, run in runners.items():
-                    samples[label].add(trial, name, run(prompt, plan.max_tokens))
+        for name, tasks in plan.sets.items():
+            fresh = runners(plan)
+            for index, task in enumerate(tasks):
+                progress(f"trial {trial + 1}/{plan.trials}, {name} {index + 1}/{len(tasks)}")
+                for label, run in fresh.items():
+                    samples[label].add(trial, name, run(task))
     progress("timing the parts of a round")
-    return [_result(plan, label, samples) for label in runners]
+    return [_result(plan, label, samples) for label in samples]
 
 
-def _runners(plan: Plan) -> dict[str, Runner]:
-    """Every setting by its label, the baseline first, then other plain decoders."""
+def runners(plan: Plan) -> dict[str, Runner]:
+    """Every setting by its label, without experience: the baseline, then other plain decoders."""
 
     def runner(setting: Setting) -> Runner:
-        return lambda prompt, budget: run_trial(
-            plan.target, setting, plan.tokeniser, prompt, budget
-        )
+        policy = setting.policy()
+        return lambda task: run_trial(plan.target, setting.drafter, policy, plan.tokeniser, task)
 
     first, *others = plan.settings
     return {
@@ -139,17 +158,10 @@ def _runners(plan: Plan) -> dict[str, Runner]:
     }
 
 
-def _warm_up(plan: Plan, runners: Mapping[str, Runner], progress: Callable[[str], None]) -> None:
-    progress("warming up")
-    prompt = next(iter(plan.prompts.values()))[0]
-    for run in runners.values():
-        run(prompt, min(plan.max_tokens, 16))
-
-
 def _result(plan: Plan, label: str, samples: Mapping[str, Samples]) -> Result:
     setting = next((s for s in plan.settings if s.label == label), None)
     own, base = samples[label], samples[plan.settings[0].label]
-    sets = {name: _set_result(name, own, base) for name in plan.prompts}
+    sets = {name: _set_result(name, own, base) for name in plan.sets}
     counts = _counts(own.every())
     return Result(
         mode=label if setting is None else setting.mode,
@@ -163,7 +175,8 @@ def _result(plan: Plan, label: str, samples: Mapping[str, Samples]) -> Result:
         ttft_seconds=statistics.median(trial.ttft_seconds for trial in own.every()),
         peak_bytes=max(trial.peak_bytes for trial in own.every()) - _others(plan, setting),
         sets=sets,
-        divergence=_divergence(plan, own, base),
+        divergence=_divergence(plan, own, base, greedy_only=label in plan.reference),
+        curves=None if setting is None else setting.curves,
     )
 
 
@@ -175,14 +188,20 @@ def _others(plan: Plan, setting: Setting | None) -> int:
 
 
 def _set_result(name: str, own: Samples, base: Samples) -> SetResult:
-    speedups = [mine / plain for mine, plain in zip(own.rates(name), base.rates(name), strict=True)]
-    counts = _counts([one for trial in own.rounds for one in trial[name]])
+    speedups = list(map(ratio, own.rates(name), base.rates(name)))
+    outcomes = [o for trial in own.of(name) for o in trial.outcomes if not o.prefill]
     return SetResult(
         tokens_per_second=statistics.median(own.rates(name)),
         speedup=statistics.median(speedups),
         speedup_range=(min(speedups), max(speedups)),
-        mean_accept_length=counts.mean_accept_length,
+        mean_accept_length=_counts(own.of(name)).mean_accept_length,
+        plain_share=sum(o.drafted == 0 for o in outcomes) / max(1, len(outcomes)),
     )
+
+
+def ratio(rate: float, plain: float) -> float:
+    """A speed-up; 1 where nothing was decoded."""
+    return rate / plain if plain > 0 else 1.0
 
 
 def _rate(trials: Sequence[Trial]) -> float:
@@ -199,12 +218,11 @@ def _counts(trials: Iterable[Trial]) -> Statistics:
 
 
 def _times(plan: Plan, setting: Setting) -> RoundTimes | None:
-    """Mean over the rounds of the first two prompts of each set."""
-    ends = tuple(plan.tokeniser.end_tokens)
+    """Mean over the rounds of the first prompts of each set."""
     measured = [
-        time_rounds(plan.target, setting, prompt, ends, plan.max_tokens)
-        for prompts in plan.prompts.values()
-        for prompt in prompts[:2]
+        time_rounds(plan.target, setting, task, plan.end_tokens)
+        for tasks in plan.sets.values()
+        for task in tasks[:_TIMED_PROMPTS]
     ]
     known = [m for m in measured if m is not None]
     rounds = sum(count for _, count in known)
@@ -213,17 +231,19 @@ def _times(plan: Plan, setting: Setting) -> RoundTimes | None:
     return RoundTimes(
         draft=sum(times.draft * count for times, count in known) / rounds,
         verify=sum(times.verify * count for times, count in known) / rounds,
+        accept=sum(times.accept * count for times, count in known) / rounds,
         overhead=sum(times.overhead * count for times, count in known) / rounds,
     )
 
 
-def _divergence(plan: Plan, own: Samples, base: Samples) -> Divergence | None:
+def _divergence(plan: Plan, own: Samples, base: Samples, *, greedy_only: bool) -> Divergence | None:
     """The first answer, in order, that is not the baseline's."""
     for mine, plain in zip(own.rounds, base.rounds, strict=True):
-        for name, prompts in plan.prompts.items():
-            for index, (a, b) in enumerate(zip(mine[name], plain[name], strict=True)):
-                if a.token_ids != b.token_ids:
-                    return _located(plan.target, name, index, prompts[index], b, a)
+        for name, tasks in plan.sets.items():
+            for index, (task, a, b) in enumerate(zip(tasks, mine[name], plain[name], strict=True)):
+                comparable = task.sampling is None or not greedy_only
+                if comparable and a.token_ids != b.token_ids:
+                    return _located(plan.target, name, index, task.prompt, b, a)
     return None
 
 

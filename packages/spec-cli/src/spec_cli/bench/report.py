@@ -1,4 +1,4 @@
-"""Results as JSON and as a table, with a verdict in words."""
+"""Results as JSON and as tables."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from spec_cli.bench.measure import BASELINE, Result
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from spec_cli.bench.measure import Result, SetResult
+from spec_cli.bench.sweeps import Point
+from spec_cli.bench.trial import named
+from spec_cli.bench.verdict import label, verdict
 
 NOTES = (
-    "Speeds are decoding speeds after the first token, text included. The parts of a round come "
-    "from separate runs that wait after each part, which keeps them from overlapping: they show "
-    "proportions. Peak memory leaves out the other settings' drafters.",
+    "Speeds are decoding speeds after the first token, text included; speed-ups are medians over "
+    "trials, with half their range. The parts of a round come from separate runs that wait after "
+    "each part, which keeps them from overlapping: they show proportions. Peak memory leaves out "
+    "the other settings' drafters.",
 )
 """What a reader must know to read the figures."""
 
@@ -41,8 +42,27 @@ class Context:
     trials: int
 
 
-def record(context: Context, results: Sequence[Result]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that was found out."""
+
+    context: Context
+    results: Sequence[Result]
+    concurrency: Sequence[Point] = ()
+    contexts: Sequence[Point] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table: the first column names the row, the others are figures."""
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def record(report: Report) -> dict[str, Any]:
     """The object that --json prints."""
+    context, results = report.context, report.results
     return {
         "command": context.command,
         "device": context.device,
@@ -54,6 +74,8 @@ def record(context: Context, results: Sequence[Result]) -> dict[str, Any]:
         "max_tokens": context.max_tokens,
         "trials": context.trials,
         "runs": [_run(result) for result in results],
+        "concurrency": [_point(point, "rows") for point in report.concurrency],
+        "contexts": [_point(point, "positions") for point in report.contexts],
         "verdict": verdict(results),
         "notes": list(NOTES),
     }
@@ -70,20 +92,47 @@ def _run(result: Result) -> dict[str, Any]:
         "accept_by_position": [round(share, 3) for share in result.accept_by_position],
         "draft_ms": None if times is None else round(1e3 * times.draft, 3),
         "verify_ms": None if times is None else round(1e3 * times.verify, 3),
+        "accept_ms": None if times is None else round(1e3 * times.accept, 3),
         "overhead_ms": None if times is None else round(1e3 * times.overhead, 3),
         "ttft_ms": round(1e3 * result.ttft_seconds, 2),
         "peak_memory_bytes": result.peak_bytes,
         "identical": result.divergence is None,
         "first_divergence": None if result.divergence is None else asdict(result.divergence),
-        "sets": {
-            name: {
-                "tokens_per_second": round(one.tokens_per_second, 2),
-                "speedup": round(one.speedup, 3),
-                "speedup_range": [round(bound, 3) for bound in one.speedup_range],
-                "mean_accept_length": round(one.mean_accept_length, 3),
-            }
-            for name, one in result.sets.items()
-        },
+        "sets": {name: _set(one) for name, one in result.sets.items()},
+        "round_ms": _curve(result),
+    }
+
+
+def _set(one: SetResult) -> dict[str, Any]:
+    return {
+        "tokens_per_second": round(one.tokens_per_second, 2),
+        "speedup": round(one.speedup, 3),
+        "speedup_range": [round(bound, 3) for bound in one.speedup_range],
+        "mean_accept_length": round(one.mean_accept_length, 3),
+        "plain_share": round(one.plain_share, 3),
+    }
+
+
+def _curve(result: Result) -> list[dict[str, Any]] | None:
+    """The measured round times that an `auto` setting chose by."""
+    if result.curves is None:
+        return None
+    return [
+        {"rows": p.rows, "length": p.length, "depth": p.depth, "ms": round(1e3 * p.seconds, 3)}
+        for p in result.curves.points
+    ]
+
+
+def _point(point: Point, value: str) -> dict[str, Any]:
+    return {
+        value: point.value,
+        "mode": point.mode,
+        "max_draft": point.max_draft,
+        "tokens_per_second": round(point.tokens_per_second, 2),
+        "speedup": round(point.speedup, 3),
+        "speedup_range": [round(bound, 3) for bound in point.speedup_range],
+        "mean_accept_length": round(point.mean_accept_length, 3),
+        "identical": point.identical,
     }
 
 
@@ -98,76 +147,68 @@ def versions() -> dict[str, str]:
     return found
 
 
-def verdict(results: Sequence[Result]) -> str:
-    """What the figures say, in a sentence or two."""
-    drafted = [r for r in results if r.mode not in (BASELINE, "mlx_lm")]
-    if not drafted:
-        return "Nothing was drafted; these are the figures of plain decoding."
-    best = max(drafted, key=lambda r: r.speedup)
-    sets = ", ".join(f"{name} {one.speedup:.2f}x" for name, one in best.sets.items())
-    if best.speedup < 1.0:
-        said = f"No setting is faster than plain decoding here; the best, {_named(best)}, is "
-    else:
-        said = f"{_named(best)} is the fastest: "
-    return f"{said}{best.speedup:.2f}x plain decoding ({sets}). {_equality(results)}"
+# ---------------------------------------------------------------------- tables
 
 
-def _equality(results: Sequence[Result]) -> str:
-    others = [r for r in results if r.divergence is not None]
-    if not others:
-        return "All answers are identical to plain decoding's."
-    first = others[0].divergence
-    assert first is not None
-    names = ", ".join(_named(r) for r in others)
+def grids(report: Report) -> list[Grid]:
+    """Speeds, where the time goes, and the sweeps that were made."""
+    found = [_speeds(report.results), _parts(report.results)]
+    if report.concurrency:
+        found.append(_sweep("at once", report.concurrency))
+    if report.contexts:
+        found.append(_sweep("context", report.contexts))
+    return found
+
+
+def _speeds(results: Sequence[Result]) -> Grid:
+    sets = tuple(results[0].sets)
+    headings = ("", "tokens/s", "speed-up", *sets, "a round", "identical")
+    return Grid(headings, tuple(_speed(result) for result in results))
+
+
+def _speed(result: Result) -> tuple[str, ...]:
     return (
-        f"Answers that differ from plain decoding's: {names}; the first at token "
-        f"{first.position} of {first.set_name} prompt {first.prompt}, where the two best logits "
-        f"are {first.margin:.2g} apart."
+        label(result),
+        f"{result.tokens_per_second:.1f}",
+        f"{result.speedup:.2f}x",
+        *(_spread(one.speedup, one.speedup_range) for one in result.sets.values()),
+        f"{result.mean_accept_length:.2f}",
+        "yes" if result.divergence is None else "no",
     )
 
 
-def _named(result: Result) -> str:
-    return result.mode if result.max_draft is None else f"{result.mode} at {result.max_draft}"
+def _parts(results: Sequence[Result]) -> Grid:
+    headings = ("ms a round", "draft", "verify", "accept", "host", "first token", "peak MB")
+    return Grid(headings, tuple(_part(result) for result in results))
 
 
-def tables(results: Sequence[Result]) -> tuple[Table, Table]:
-    """The figures for a terminal: speeds, and where the time goes."""
-    return _speeds(results), _parts(results)
+def _part(result: Result) -> tuple[str, ...]:
+    times, parts = result.times, ("", "", "", "")
+    if times is not None:
+        seconds = (times.draft, times.verify, times.accept, times.overhead - times.accept)
+        draft, verify, accept, host = (f"{1e3 * part:.1f}" for part in seconds)
+        parts = (draft, verify, accept, host)
+    memory = f"{result.peak_bytes / 1e6:.0f}"
+    return (label(result), *parts, f"{1e3 * result.ttft_seconds:.0f}", memory)
 
 
-def _speeds(results: Sequence[Result]) -> Table:
-    shown = _table("", "tokens/s", "speed-up", *results[0].sets, "a round", "identical")
-    for result in results:
-        shown.add_row(
-            _named(result),
-            f"{result.tokens_per_second:.1f}",
-            f"{result.speedup:.2f}x",
-            *(f"{one.speedup:.2f}x" for one in result.sets.values()),
-            f"{result.mean_accept_length:.2f}",
-            "yes" if result.divergence is None else "no",
+def _sweep(value: str, points: Sequence[Point]) -> Grid:
+    headings = (value, "setting", "tokens/s", "speed-up", "a round", "identical")
+    rows = (
+        (
+            str(point.value),
+            named(point.mode, point.max_draft),
+            f"{point.tokens_per_second:.1f}",
+            _spread(point.speedup, point.speedup_range),
+            f"{point.mean_accept_length:.2f}",
+            "yes" if point.identical else "no",
         )
-    return shown
+        for point in points
+    )
+    return Grid(headings, tuple(rows))
 
 
-def _parts(results: Sequence[Result]) -> Table:
-    shown = _table("ms a round", "draft", "verify", "rest", "first token", "peak MB")
-    for result in results:
-        times = result.times
-        parts = () if times is None else (times.draft, times.verify, times.overhead)
-        shown.add_row(
-            _named(result),
-            *([f"{1e3 * part:.1f}" for part in parts] or ["", "", ""]),
-            f"{1e3 * result.ttft_seconds:.0f}",
-            f"{result.peak_bytes / 1e6:.0f}",
-        )
-    return shown
-
-
-def _table(first: str, *headings: str) -> Table:
-    from rich.table import Table
-
-    shown = Table(box=None, pad_edge=False)
-    shown.add_column(first, no_wrap=True)
-    for heading in headings:
-        shown.add_column(heading, justify="right", no_wrap=True)
-    return shown
+def _spread(middle: float, bounds: tuple[float, float]) -> str:
+    """A median and half the range; the range is left out where it is nothing."""
+    half = (bounds[1] - bounds[0]) / 2
+    return f"{middle:.2f}x" if half < 0.005 else f"{middle:.2f}x ±{half:.2f}"

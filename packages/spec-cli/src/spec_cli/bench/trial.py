@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import mlx.core as mx
 
-from spec_core import Drafter, DraftPolicy, RowOutcome, Target, decode
+from spec_core import (
+    CostCurves,
+    Drafter,
+    DraftPolicy,
+    RowOutcome,
+    SamplingParams,
+    Target,
+    decode,
+)
 from spec_server.text import AnswerText, Tokeniser
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is to be answered.
+
+    Attributes:
+        prompt: token ids.
+        max_tokens: the answer's length at most.
+        sampling: greedy if None.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,24 +42,33 @@ class Setting:
 
     Attributes:
         mode: as in the results.
-        max_draft: cap on guesses a round; None: the whole block.
+        max_draft: cap on guesses a round; None: the whole block; "auto": measured lengths.
         drafter: None decodes plainly.
-        policy: how far to draft.
+        policy: makes a policy without experience.
         source: folder or id of the drafter's model.
         weight_bytes: what the drafter occupies.
+        curves: what rounds cost, where that was measured.
     """
 
     mode: str
-    max_draft: int | None
+    max_draft: int | Literal["auto"] | None
     drafter: Drafter | None
-    policy: DraftPolicy
+    policy: Callable[[], DraftPolicy]
     source: str | None = None
     weight_bytes: int = 0
+    curves: CostCurves | None = None
 
     @property
     def label(self) -> str:
-        """For instance "dspark at 4", "dflash" for a whole block."""
-        return self.mode if self.max_draft is None else f"{self.mode} at {self.max_draft}"
+        """For instance "dspark at 4", "dspark auto", "dflash" for a whole block."""
+        return named(self.mode, self.max_draft)
+
+
+def named(mode: str, max_draft: int | str | None) -> str:
+    """A setting for a reader."""
+    if max_draft is None:
+        return mode
+    return f"{mode} auto" if max_draft == "auto" else f"{mode} at {max_draft}"
 
 
 @dataclass(slots=True)
@@ -63,24 +96,21 @@ class Trial:
 
 
 def run_trial(
-    target: Target,
-    setting: Setting,
-    tokeniser: Tokeniser,
-    prompt: Sequence[int],
-    max_tokens: int,
+    target: Target, drafter: Drafter | None, policy: DraftPolicy, tokeniser: Tokeniser, task: Task
 ) -> Trial:
-    """Decode greedily, text included, as an answer to a user would be."""
+    """Answer a task, text included, as a user would be answered."""
     trial, text, ids = Trial(), AnswerText(tokeniser), list[int]()
     mx.reset_peak_memory()
     start = time.perf_counter()
     first = start
     rounds = decode(
         target,
-        setting.drafter,
-        prompt,
-        max_tokens=max_tokens,
+        drafter,
+        task.prompt,
+        sampling=task.sampling,
+        max_tokens=task.max_tokens,
         end_tokens=tuple(tokeniser.end_tokens),
-        policy=setting.policy,
+        policy=policy,
     )
     for outcome in rounds:
         if outcome.prefill:

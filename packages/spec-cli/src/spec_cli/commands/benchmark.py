@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +21,21 @@ from spec_cli.options import (
     loading_options,
     model_option,
     names_of,
+    whole_numbers,
 )
 
 if TYPE_CHECKING:
-    from spec_cli.bench.measure import Plan, Result, Runner
+    from rich.table import Table
+
+    from spec_cli.bench.measure import Plan, Runner
     from spec_cli.bench.prompts import PromptSet
-    from spec_cli.bench.report import Context
+    from spec_cli.bench.report import Context, Grid, Report
     from spec_cli.bench.trial import Setting
     from spec_server.loading import DrafterChoice, LoadOptions, TargetParts
     from spec_server.text import Tokeniser
 
-SETS = ("chat", "tool", "code")
+EVERYDAY = ("chat", "tool", "code")
+SETS = (*EVERYDAY, "math", "copy", "bytes", "prose", "foreign")
 DRAFTING = ("dspark", "dflash", "eagle3", "lookup")
 
 
@@ -51,33 +56,51 @@ DRAFTING = ("dspark", "dflash", "eagle3", "lookup")
     "[default: the drafters that were named, or the known ones, and lookup]",
 )
 @click.option(
+    "--caps",
     "--max-draft",
     "lengths",
     callback=draft_lengths,
-    metavar="N|full,...",
+    metavar="N|full|auto,...",
     default="full",
     show_default=True,
-    help="Guesses a round at most, each of them measured in every mode.",
+    help="Guesses a round at most, each of them measured in every mode; auto chooses the length "
+    "by itself.",
 )
 @click.option(
     "--sets",
     metavar="NAME,...",
     callback=names_of(SETS),
-    default=",".join(SETS),
+    default=",".join(EVERYDAY),
     show_default=True,
-    help="Prompt sets that come with the program.",
+    help=f"Prompt sets that come with the program, out of {', '.join(SETS)}. The last three are "
+    "hard to guess: sampled text after random bytes, at a high temperature, and in other "
+    "languages.",
 )
 @click.option(
     "--prompts",
     "prompt_files",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     multiple=True,
-    help="Your own prompts instead: a JSON list, or a text file with one prompt a line; may be "
+    help="Your own prompts instead: a JSON file, or a text file with one prompt a line; may be "
     "given several times.",
 )
 @click.option("--max-prompts", type=click.IntRange(1), help="Only the first N of each set.")
 @click.option("--trials", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(2), default=128, show_default=True)
+@click.option(
+    "--concurrency",
+    metavar="N,...",
+    callback=whole_numbers,
+    default="",
+    help="Measure so many requests at once, too.",
+)
+@click.option(
+    "--contexts",
+    metavar="N,...",
+    callback=whole_numbers,
+    default="",
+    help="Measure behind so many positions of other text, too.",
+)
 @click.option(
     "--confidence-threshold", type=float, help="For the drafters that score their guesses."
 )
@@ -85,26 +108,56 @@ DRAFTING = ("dspark", "dflash", "eagle3", "lookup")
 @click.option(
     "--mlx-lm/--no-mlx-lm", default=True, show_default=True, help="Measure mlx-lm's own loop too."
 )
+@click.option(
+    "--plot",
+    metavar="FILE.svg",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Draw speeds, acceptance and round times into a file.",
+)
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print a page in Markdown.")
 @json_option
 def benchmark(**options: Any) -> None:
     """Measure speculation against plain decoding on this machine.
 
-    Greedy; every setting decodes a prompt before the next prompt begins, the baseline first.
-    Figures are medians over trials, and over the sets for the totals. Answers are compared with
-    the baseline's token by token.
+    Every setting decodes a prompt before the next prompt begins, the baseline first. Figures are
+    medians over trials, and over the sets for the totals. Answers are compared with the
+    baseline's token by token. Greedy, but for the sets that are sampled (with a seed, so that
+    they can be compared as well).
     """
     from spec_cli.bench.measure import measure
-    from spec_cli.bench.report import record
+    from spec_cli.bench.report import Report
+    from spec_cli.bench.sweeps import concurrency, contexts, deep_tasks
 
+    if options["as_json"] and options["as_markdown"]:
+        raise click.UsageError("--json and --markdown exclude each other")
     show = _progress(quiet=options["as_json"] and not sys.stderr.isatty())
     show("loading")
-    plan, context = _prepare(options)
-    results = measure(plan, show)
+    plan, context = _prepare(options, show)
+    for depth in options["contexts"]:
+        deep_tasks(plan, depth)  # refused before anything is measured
+    report = Report(
+        context,
+        measure(plan, show),
+        concurrency(plan, options["concurrency"], show),
+        contexts(plan, options["contexts"], show),
+    )
     show("")
+    _give(report, options)
+
+
+def _give(report: Report, options: dict[str, Any]) -> None:
+    from spec_cli.bench.markdown import markdown
+    from spec_cli.bench.plot import plot
+    from spec_cli.bench.report import record
+
+    if options["plot"] is not None:
+        options["plot"].write_text(plot(report), encoding="utf-8")
     if options["as_json"]:
-        click.echo(json.dumps(record(context, results), indent=2))
+        click.echo(json.dumps(record(report), indent=2))
+    elif options["as_markdown"]:
+        click.echo(markdown(report), nl=False)
     else:
-        _print(context, results)
+        _print(report)
 
 
 def _progress(quiet: bool) -> Callable[[str], None]:
@@ -119,7 +172,7 @@ def _progress(quiet: bool) -> Callable[[str], None]:
     return show
 
 
-def _prepare(options: dict[str, Any]) -> tuple[Plan, Context]:
+def _prepare(options: dict[str, Any], show: Callable[[str], None]) -> tuple[Plan, Context]:
     from spec_cli.bench.measure import Plan
     from spec_server import LoadOptions, Tokeniser
     from spec_server.loading import load_target_parts, locate_target
@@ -139,22 +192,20 @@ def _prepare(options: dict[str, Any]) -> tuple[Plan, Context]:
     plan = Plan(
         target=parts.target,
         tokeniser=tokeniser,
-        prompts={one.name: one.tokenised(tokeniser) for one in sets},
-        settings=_settings(variants, options["lengths"], parts),
+        sets={one.name: one.tasks(tokeniser, options["max_tokens"]) for one in sets},
+        settings=_settings(variants, options, parts, show),
         reference=_reference(parts, tokeniser) if options["mlx_lm"] else {},
         trials=options["trials"],
-        max_tokens=options["max_tokens"],
     )
     return plan, _context(options, parts, sets)
 
 
 def _sets(options: dict[str, Any]) -> list[PromptSet]:
-    from spec_cli.bench.prompts import PromptSet, bundled_set, prompt_file
+    from spec_cli.bench.prompts import bundled_set, prompt_file
 
     files = options["prompt_files"]
     found = [prompt_file(f) for f in files] if files else [bundled_set(n) for n in options["sets"]]
-    most = options["max_prompts"]
-    return [PromptSet(one.name, one.prompts[:most]) for one in found]
+    return [one.first(options["max_prompts"]) for one in found]
 
 
 def _variants(
@@ -181,31 +232,40 @@ def _variants(
 
 def _settings(
     variants: Iterable[tuple[LoadOptions, DrafterChoice]],
-    lengths: tuple[int | None, ...],
+    options: dict[str, Any],
     parts: TargetParts,
+    show: Callable[[str], None],
 ) -> list[Setting]:
     """The baseline, then every drafter at every length."""
     import mlx.core as mx
 
     from spec_cli.bench.trial import Setting
     from spec_core import FixedLength
-    from spec_server.loading import load_drafter_parts, policy
+    from spec_server.loading import load_drafter_parts, measure_rounds, policy
 
-    settings = [Setting("baseline", None, None, FixedLength())]
+    settings = [Setting("baseline", None, None, FixedLength)]
     for variant, choice in variants:
         before = mx.get_active_memory()
         drafting = load_drafter_parts(variant, parts, choice)
         size = mx.get_active_memory() - before
-        for length in lengths:
+        for length in options["lengths"]:
             capped = replace(variant, max_draft=length)
+            curves = None
+            if length == "auto":
+                rows = max([1, *options["concurrency"]])
+                measured = measure_rounds(capped, parts, drafting, max_rows=rows, announce=show)
+                make, curves = measured.policy, measured.drafts or measured.copies
+            else:
+                make = partial(policy, capped)
             settings.append(
                 Setting(
                     mode=drafting.mode,
                     max_draft=length,
                     drafter=drafting.drafter,
-                    policy=policy(capped),
+                    policy=make,
                     source=drafting.source,
                     weight_bytes=size,
+                    curves=curves,
                 )
             )
     return settings
@@ -214,7 +274,7 @@ def _settings(
 def _reference(parts: TargetParts, tokeniser: Tokeniser) -> dict[str, Runner]:
     from spec_cli.bench.reference import run_reference
 
-    return {"mlx_lm": lambda prompt, budget: run_reference(parts.model, tokeniser, prompt, budget)}
+    return {"mlx_lm": partial(run_reference, parts.model, tokeniser)}
 
 
 def _context(options: dict[str, Any], parts: TargetParts, sets: Iterable[PromptSet]) -> Context:
@@ -232,16 +292,31 @@ def _context(options: dict[str, Any], parts: TargetParts, sets: Iterable[PromptS
     )
 
 
-def _print(context: Context, results: list[Result]) -> None:
+def _print(report: Report) -> None:
     from rich.console import Console
 
-    from spec_cli.bench.report import NOTES, tables, verdict
+    from spec_cli.bench.report import NOTES, grids
+    from spec_cli.bench.verdict import verdict
 
+    context = report.context
     click.echo(f"{context.model}, {context.dtype}, on {context.device}")
     sets = ", ".join(f"{count} {name}" for name, count in context.prompts.items())
     click.echo(f"{sets} prompts, {context.max_tokens} tokens at most, {context.trials} trials\n")
-    for table in tables(results):
-        Console().print(table, "")
-    click.echo(f"{verdict(results)}\n")
+    for grid in grids(report):
+        Console().print(_table(grid), "")
+    click.echo(f"{verdict(report.results)}\n")
     for note in NOTES:
         click.secho(note, dim=True)
+
+
+def _table(grid: Grid) -> Table:
+    from rich.table import Table
+
+    first, *others = grid.headings
+    shown = Table(box=None, pad_edge=False)
+    shown.add_column(first, no_wrap=True)
+    for heading in others:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for row in grid.rows:
+        shown.add_row(*row)
+    return shown
