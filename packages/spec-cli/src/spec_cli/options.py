@@ -108,6 +108,17 @@ model_option = click.option(
     "--model", metavar="FOLDER|ID", help="Target model. [default: the bundled spec-tiny]"
 )
 
+cpu_blas_option = click.option(
+    "--cpu-blas",
+    metavar="auto|bundled|PATH",
+    envvar="SPEC_CPU_BLAS",
+    default=blas.AUTO,
+    show_default=True,
+    callback=blas.option,
+    help="On a Linux CPU: the library that multiplies float32 matrices. auto takes an OpenBLAS "
+    "that is installed; bundled is MLX's own, whose sums are the same for every draft length.",
+)
+
 loading_options = apply(
     click.option(
         "--dtype",
@@ -115,16 +126,7 @@ loading_options = apply(
         help="Cast weights and activations. [default: the checkpoint's own; on a Linux CPU "
         "float32, which is faster there, if memory allows]",
     ),
-    click.option(
-        "--cpu-blas",
-        metavar="auto|bundled|PATH",
-        envvar="SPEC_CPU_BLAS",
-        default=blas.AUTO,
-        show_default=True,
-        callback=blas.option,
-        help="On a Linux CPU: the library that multiplies float32 matrices. auto takes an OpenBLAS "
-        "that is installed; bundled is MLX's own, whose sums are the same for every draft length.",
-    ),
+    cpu_blas_option,
     click.option("--kv-bits", type=BITS, help="Quantise keys and values."),
     click.option("--drafter-bits", type=BITS, help="Quantise the drafter's matrices."),
     click.option(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spec_cli import bundled
-from spec_cli.options import DTYPES, json_option
+from spec_cli.options import DTYPES, cpu_blas_option, json_option
 
 if TYPE_CHECKING:
     from spec_drafters.convert import Converted
@@ -82,6 +82,7 @@ class Trial:
     "--max-tokens", type=click.IntRange(min=1), default=48, show_default=True, help="With --probe."
 )
 @click.option("--dtype", type=click.Choice(DTYPES), help="With --probe: cast the target.")
+@cpu_blas_option
 @json_option
 def convert(
     source: str,
@@ -94,6 +95,7 @@ def convert(
     prompts: Path | None,
     max_tokens: int,
     dtype: str | None,
+    cpu_blas: str,
     as_json: bool,
 ) -> None:
     """Write the drafter SOURCE into the new folder DEST.
