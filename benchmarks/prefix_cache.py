@@ -58,7 +58,7 @@ class Runner:
         mx.eval(forward.logits, probe.pending())
         image = probe.image(0)
         self._exact = bool(image.at_end) or any(
-            p.reach is not None and p.reach < BLOCK for p in image.per_token.values()
+            p.reach is not None and p.reach < max(BLOCK, chunk) for p in image.per_token.values()
         )
 
     def text(self, length: int) -> tuple[int, ...]:

@@ -70,7 +70,8 @@ class PrefixReuse:
         cache: where pictures are kept.
         namespace: names everything that changes a state.
         exact: rows resume at stored checkpoints only (recurrent state) or mostly (windows smaller
-            than a block), so that prefills pause for some.
+            than a block, or than a prefill's chunks, within which they forget), so that prefills
+            pause for some.
     """
 
     def __init__(self, cache: PrefixCache, namespace: Namespace, *, exact: bool) -> None:

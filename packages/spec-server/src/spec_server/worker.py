@@ -130,8 +130,8 @@ class Worker:
             kept, namespace = self._cache(self.memory)
             self.memory = self.memory.without(kept.stats().ram_limit)
             cost = self.memory.cost
-            exact = cost.fixed > 0 or 0 < cost.reach < kept.block
-            reuse = PrefixReuse(kept, namespace, exact=exact)
+            forgets = 0 < cost.reach < max(kept.block, self._limits.prefill_chunk)
+            reuse = PrefixReuse(kept, namespace, exact=cost.fixed > 0 or forgets)
         return Scheduler(models, self._limits, self.memory, self.activity, reuse)
 
     def _receive(self, scheduler: Scheduler) -> bool:
