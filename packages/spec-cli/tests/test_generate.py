@@ -229,6 +229,7 @@ USAGE = [
     (["hi", "--confidence-threshold", "0.5", "--mode", "dflash"], "no confidence head"),
     (["hi", "--mode", "baseline", "--drafter", "x"], "uses none"),
     (["hi", "--mode", "baseline", "--lookup-drafts"], "lookup_drafts"),
+    (["hi", "--mode", "baseline", "--max-draft", "3"], "drafts nothing"),
 ]
 
 

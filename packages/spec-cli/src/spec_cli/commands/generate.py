@@ -170,6 +170,9 @@ def generate(context: click.Context, /, **options: Any) -> None:
 def _check(options: dict[str, Any]) -> None:
     if options["prefix_cache_ram"] is not None and options["prefix_cache_dir"] is None:
         raise click.UsageError("--prefix-cache-ram alone is of no use here; add --prefix-cache-dir")
+    length = click.get_current_context().get_parameter_source("max_draft")
+    if options["mode"] == "baseline" and length is click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError("--max-draft has no place in --mode baseline, which drafts nothing")
     if options["logprobs"] is not None and not options["as_json"]:
         raise click.UsageError("--logprobs has no place in plain text; add --json")
     if options["no_chat_template"]:
