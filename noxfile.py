@@ -35,12 +35,12 @@ nox.options.sessions = [
     "lint",
     "types",
     "wheel",
+    "e2e",
     "tests",
     "lowest",
-    "vlm",
     "docs",
     "bench",
-    "e2e",
+    "vlm",
 ]
 
 os.environ["HF_HUB_OFFLINE"] = "1"
