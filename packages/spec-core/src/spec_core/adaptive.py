@@ -8,33 +8,67 @@ were accepted, so a fully accepted block says nothing about the slots beyond it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from spec_core.curves import CostCurves
 from spec_core.seams import RowOutcome, RowStatus
 
-_MEMORY = 0.92
-"""What a slot remembers of its past after each new trial (about a dozen trials)."""
-_PRIOR_TRIALS = 3.0
-"""How many trials the shared experience weighs in a row's own."""
+_MEMORY, _SHORT_MEMORY = 0.97, 0.8
+"""What a slot remembers of its past after each new trial: about thirty trials, and five."""
+_SURPRISE, _TOLERANCE = 2.0, 0.1
+"""The short memory is believed where it differs by so many standard deviations, and by so much."""
+_FADING = 0.99
+"""The same after a round that did not reach the slot."""
+_GUESS_TRIALS = 3.0
+"""How many trials the first guess weighs in the shared experience..."""
+_SHARED_TRIALS = 20.0
+"""...and this in a row's own."""
 _FIRST_GUESS = 0.7
 """Acceptance of a slot that nobody has tried yet."""
 
 
-class Acceptance:
-    """Acceptance by slot, given that all earlier slots were accepted; recent rounds weigh more."""
+class Share:
+    """How often trials pass, recent ones weighing more: a long memory, which is dropped for a
+    short one where that says something clearly different."""
+
+    __slots__ = ("_late_passed", "_late_tried", "passed", "tried")
 
     def __init__(self) -> None:
-        self._tried: list[float] = []
-        self._passed: list[float] = []
+        self.tried = self.passed = 0.0
+        self._late_tried = self._late_passed = 0.0
+
+    def observe(self, passed: bool) -> None:
+        self.fade(_MEMORY)
+        self.tried += 1.0
+        self.passed += passed
+        self._late_tried = self._late_tried * _SHORT_MEMORY + 1.0
+        self._late_passed = self._late_passed * _SHORT_MEMORY + passed
+        share, late = self.passed / self.tried, self._late_passed / self._late_tried
+        doubt = math.sqrt(share * (1.0 - share) / self._late_tried)
+        if abs(late - share) > _SURPRISE * doubt + _TOLERANCE:
+            self.tried, self.passed = self._late_tried, self._late_passed
+
+    def fade(self, memory: float) -> None:
+        """Weigh less, with the same value."""
+        self.tried *= memory
+        self.passed *= memory
+
+
+class Acceptance:
+    """Acceptance by slot, given that all earlier slots were accepted."""
+
+    def __init__(self) -> None:
+        self._slots: list[Share] = []
 
     def observe(self, drafted: int, accepted: int) -> None:
-        while len(self._tried) < drafted:
-            self._tried.append(0.0)
-            self._passed.append(0.0)
-        for slot in range(min(drafted, accepted + 1)):
-            self._tried[slot] = self._tried[slot] * _MEMORY + 1.0
-            self._passed[slot] = self._passed[slot] * _MEMORY + (slot < accepted)
+        while len(self._slots) < drafted:
+            self._slots.append(Share())
+        for slot, share in enumerate(self._slots):
+            if slot < min(drafted, accepted + 1):
+                share.observe(slot < accepted)
+            else:
+                share.fade(_FADING)
 
     def rates(self, count: int, prior: Sequence[float] | None = None) -> list[float]:
         """Expected acceptance of the first `count` slots; `prior` fills in for missing trials.
@@ -43,11 +77,13 @@ class Acceptance:
         """
         rates: list[float] = []
         for slot in range(count):
-            before = rates[-1] if rates else _FIRST_GUESS
-            expected = before if prior is None else prior[slot]
-            tried = self._tried[slot] if slot < len(self._tried) else 0.0
-            passed = self._passed[slot] if slot < len(self._passed) else 0.0
-            rates.append((passed + _PRIOR_TRIALS * expected) / (tried + _PRIOR_TRIALS))
+            expected, weight = rates[-1] if rates else _FIRST_GUESS, _GUESS_TRIALS
+            if prior is not None:
+                expected, weight = prior[slot], _SHARED_TRIALS
+            tried = passed = 0.0
+            if slot < len(self._slots):
+                tried, passed = self._slots[slot].tried, self._slots[slot].passed
+            rates.append((passed + weight * expected) / (tried + weight))
         return rates
 
 
@@ -81,7 +117,7 @@ class AdaptiveLength:
         longest: int | None = None,
         *,
         dwell: int = 16,
-        probe_share: float = 0.01,
+        probe_share: float = 0.005,
     ) -> None:
         self._curves = curves
         self._longest = curves.max_length if longest is None else min(longest, curves.max_length)
@@ -92,9 +128,8 @@ class AdaptiveLength:
         self._statuses: Sequence[RowStatus] = ()
         self._pace = Pace()
         self._length = self._opening()
-        self._since_change = 0
-        self._patience = min(_FIRST_DWELL, dwell)
-        self._since_probe = 0
+        self._since_change = self._rounds = 0
+        self._probes = Probes()
 
     def __str__(self) -> str:
         return "auto: parked" if self.parked else f"auto: {self._length}"
@@ -135,18 +170,19 @@ class AdaptiveLength:
                 row.observe(outcome.drafted, outcome.accepted)
                 self._shared.observe(outcome.drafted, outcome.accepted)
         self._since_change += 1
+        self._rounds += 1
         rows = self._statuses
         self._forget_absent(rows)
-        self._since_probe = 0 if drafted else self._since_probe + 1
-        if drafted and self.parked and self._paid(rows, outcomes, drafted):
-            self._since_probe = _PROBE_AT_LEAST
+        if self.parked:
+            emitted = sum(outcome.accepted + 1 for outcome in outcomes) / len(outcomes)
+            self._probes.observe(drafted, emitted, self._plain_rounds(rows, drafted))
         if len(rows) == len(outcomes):
             expected = self._seconds(rows, drafted)
             self._pace.observe(drafted, seconds / expected, own=drafted != self._length)
         for outcome in outcomes:
             if outcome.finish is not None:
                 self._rows.pop(outcome.key, None)
-        if drafted and not self._pace.doubtful:
+        if drafted and not self._pace.doubtful and (not self.parked or self._probes.convincing):
             self._reconsider(rows)
 
     def _forget_absent(self, rows: Sequence[RowStatus]) -> None:
@@ -166,11 +202,17 @@ class AdaptiveLength:
         speeds = self._speeds(rows)
         best = max(range(len(speeds)), key=speeds.__getitem__)
         gain = speeds[best] / speeds[self._length]
-        worth = _WORTH_PARKING if best == 0 else _WORTH
-        if best != self._length and gain > worth and self._since_change >= self._patience:
+        worth, patience = _WORTH, max(_FIRST_DWELL, self._rounds // 2)
+        if best == 0:
+            worth, patience = _WORTH_PARKING, max(_PARKING_DWELL, patience)
+        if (
+            best != self._length
+            and gain > worth
+            and self._since_change >= min(patience, self._dwell)
+        ):
             self._length = best
             self._since_change = 0
-            self._patience = min(2 * self._patience, self._dwell)
+            self._probes = Probes()
 
     def _speeds(self, rows: Sequence[RowStatus]) -> list[float]:
         """Expected tokens a second of all rows together, for each length."""
@@ -195,19 +237,14 @@ class AdaptiveLength:
     # ------------------------------------------------------------------ probing while parked
 
     def _probe_due(self, rows: Sequence[RowStatus]) -> bool:
-        if not self.parked or not rows or self._since_probe < _PROBE_EVERY:
+        if not self.parked or not rows or not self._probes.possible:
             return False
-        plain, probe = (self._seconds(rows, n) for n in (0, self._probe_length(rows)))
-        interval = max(_PROBE_EVERY, (probe - plain) / plain / self._probe_share)
-        return self._since_probe >= min(interval, _PROBE_AT_LEAST)
+        extra = self._plain_rounds(rows, self._probe_length(rows)) - 1.0
+        return self._probes.due(extra / self._probe_share)
 
-    def _paid(
-        self, rows: Sequence[RowStatus], outcomes: Sequence[RowOutcome], drafted: int
-    ) -> bool:
-        """A probe that emitted more than plain decoding would have in its time; it costs nothing,
-        so another one follows at once."""
-        emitted = sum(outcome.accepted + 1 for outcome in outcomes) / len(outcomes)
-        return emitted >= self._seconds(rows, drafted) / self._seconds(rows, 0)
+    def _plain_rounds(self, rows: Sequence[RowStatus], length: int) -> float:
+        """What a round costs, in plain rounds."""
+        return self._seconds(rows, length) / self._seconds(rows, 0)
 
     def _probe_length(self, rows: Sequence[RowStatus]) -> int:
         """The drafting length that would be best, were plain decoding not better."""
@@ -219,13 +256,57 @@ _WORTH = 1.03
 """A change has to promise this much..."""
 _WORTH_PARKING = 1.08
 """...parking more, since a parked row learns slowly..."""
-_FIRST_DWELL = 4
-"""Rounds before the first change; each later one waits twice as long, up to the dwell time."""
-_PROBE_EVERY = 16
-_PROBE_AT_LEAST = 96
-"""Plain rounds between two probes: from .. to, by what a probe costs."""
+_FIRST_DWELL = 2
+"""Rounds before the first change. Later ones wait half as long as the policy is old, up to the
+dwell time."""
+_PARKING_DWELL = 4
+"""The fewest rounds before parking."""
 _MOST_ROWS = 256
 """Rows remembered, beyond those that are there."""
+_PROBE_EVERY, _PROBE_AT_LEAST = 16, 192
+"""Plain rounds between two probes: after the first failure, and after many."""
+_CONVINCING = 2
+"""Probes in a row that pay for themselves before drafting begins again."""
+
+
+class Probes:
+    """When a parked policy tries a draft: after ever more plain rounds.
+
+    Tries that have paid for themselves so far cost nothing, so further ones follow at once; what
+    they teach decides whether drafting begins again.
+    """
+
+    def __init__(self) -> None:
+        self._interval = _PROBE_EVERY
+        self._plain = 0
+        self._tries = 0
+        self._balance = 0.0
+
+    @property
+    def possible(self) -> bool:
+        """A probe may be due; cheap to ask."""
+        return self._tries > 0 or self._plain >= _PROBE_EVERY
+
+    def due(self, most: float) -> bool:
+        """Whether to probe now; `most` plain rounds are enough for what a probe costs."""
+        wait = max(_PROBE_EVERY, min(self._interval, most))
+        return self._tries > 0 or self._plain >= wait
+
+    @property
+    def convincing(self) -> bool:
+        return self._tries >= _CONVINCING
+
+    def observe(self, drafted: int, emitted: float, cost: float) -> None:
+        """A round while parked: its tokens a row, and its cost in plain rounds."""
+        if not drafted:
+            self._plain += 1
+            return
+        self._tries += 1
+        self._balance += emitted - cost
+        if self._balance < 0.0:
+            self._interval = min(2 * self._interval, _PROBE_AT_LEAST)
+            self._plain = self._tries = 0
+            self._balance = 0.0
 
 
 class Pace:
