@@ -287,10 +287,10 @@ class Batch:
             flight = launch(lanes)
             submit(lanes, flight)
         self._flight = self._run_ahead(lanes, flight)
-        outcomes = settle(lanes, flight)
         if self._flight is not None and not self._early:
+            mx.eval(*flight.verdict.arrays())  # its readers are done: the device may go on
             submit(lanes, self._flight)
-        return outcomes
+        return settle(lanes, flight)
 
     def _run_ahead(self, lanes: Lanes, flight: Flight) -> Flight | None:
         """The next plain round, launched before `flight` is settled, where that cannot be wrong."""
