@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from spec_core.curves import CostCurves, RoundCost
 # columns that cost, and a machine on which eight columns cost less than seven.
 CHEAP = [14.0, 19.0, 20.0, 20.5, 21.0, 21.5, 22.0, 22.5]
 DEAR = [26.0, 50.0, 56.0, 62.0, 66.0, 72.0, 78.0, 84.0]
+BLAS = [12.6, 20.7, 22.9, 26.2, 26.3, 28.5, 29.4, 30.2]
 UNEVEN = [5.5, 10.0, 13.0, 14.0, 16.0, 17.0, 18.0, 16.0]
 ALL_CURVES = [CHEAP, DEAR, UNEVEN]
 
@@ -159,6 +162,46 @@ def test_it_says_where_it_stands() -> None:
     assert str(adaptive) == f"auto: {adaptive.length}"
     simulate(adaptive, DEAR, lambda _: 0.0, 100, seed=1)
     assert str(adaptive) == "auto: parked"
+
+
+RECORDED: dict[str, list[list[int]]] = json.loads(
+    (Path(__file__).parent / "golden" / "acceptance.json").read_text()
+)
+"""For prompts of several kinds, at each position of the answer: how many of seven guesses are
+right there (a small model and its DSpark drafter)."""
+HARD = ("bytes", "prose", "foreign")
+
+
+def read_on(
+    answers: Sequence[Sequence[int]], curve: Sequence[float], choose: AdaptiveLength | int
+) -> float:
+    """Tokens a millisecond over recorded answers, one after the other."""
+    tokens = time = 0.0
+    for key, right in enumerate(answers):
+        at = 0
+        while at < len(right):
+            row = RowStatus(key, at + 100, len(right) - at + 1)
+            length = choose if isinstance(choose, int) else choose.lengths([row])[0]
+            length = max(0, min(length, row.remaining - 1))
+            accepted = min(length, right[at])
+            tokens, time = tokens + accepted + 1, time + curve[length]
+            if not isinstance(choose, int):
+                outcome = RowOutcome(key, (1,) * (accepted + 1), length, accepted)
+                choose.observe([outcome], curve[length])
+            at += accepted + 1
+    return tokens / time
+
+
+@pytest.mark.parametrize("curve", [*ALL_CURVES, BLAS])
+@pytest.mark.parametrize("kind", RECORDED)
+def test_on_recorded_text_it_is_never_slower_and_close_to_the_best_length(
+    curve: list[float], kind: str
+) -> None:
+    answers = 4 * RECORDED[kind]
+    fixed = [read_on(answers, curve, length) for length in range(len(curve))]
+    reached = read_on(answers, curve, policy(curve))
+    assert reached >= 0.98 * fixed[0]
+    assert reached >= (0.93 if kind not in HARD else 0.95) * max(fixed)
 
 
 @pytest.mark.parametrize(
