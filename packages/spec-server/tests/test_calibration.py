@@ -11,10 +11,18 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from spec_core import AdaptiveLength, CostCurves, FixedLength, RoundCost, WithCopies
+from spec_core import (
+    AdaptiveLength,
+    CostCurves,
+    FixedLength,
+    InvalidValueError,
+    RoundCost,
+    WithCopies,
+)
 from spec_core.testing import TinyDrafter, TinyTarget
 from spec_drafters.combined import with_lookup
 from spec_drafters.lookup import Lookup
+from spec_server import Engine, LoadOptions
 from spec_server.calibration import (
     CurveStore,
     Subject,
@@ -226,3 +234,37 @@ def test_each_kind_of_drafter_gets_its_curves(
         assert found.drafts.max_length == 3
     if found.copies is not None:
         assert found.copies.max_length == 32
+
+
+def test_an_engine_chooses_lengths_and_reports_curves_that_did_not_fit(
+    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spec_server.calibration.BUDGET_SECONDS", 0.01)
+    monkeypatch.setenv("SPEC_CURVES_DIR", str(tmp_path))
+    prompt = [{"role": "user", "content": "a"}]
+    with Engine.load(chain, mode="baseline") as plain:
+        expected = plain.generate(prompt, max_tokens=20)
+    assert expected.statistics.max_draft == "0"
+    said: list[str] = []
+    for attempt in range(3):
+        with Engine.load(chain, mode="lookup", max_draft="auto", announce=said.append) as engine:
+            answer = engine.generate(prompt, max_tokens=20)
+            capped = engine.generate(prompt, max_tokens=20, max_draft=1)
+        assert answer.token_ids == capped.token_ids == expected.token_ids
+        assert answer.statistics.max_draft == "auto"
+        assert capped.statistics.max_draft == "auto, at most 1"
+        assert len(answer.statistics.fallbacks) == (attempt == 2)
+        if attempt == 1:
+            (file,) = tmp_path.iterdir()
+            file.write_bytes(file.read_bytes()[:100])
+    assert "measured anew" in answer.statistics.fallbacks[0]
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_draft": "often"}, {"max_draft": -1}, {"max_draft": "auto", "confidence_threshold": 0.5}],
+)
+def test_lengths_that_make_no_sense_are_refused(chain: Path, options: dict[str, object]) -> None:
+    with pytest.raises(InvalidValueError):
+        LoadOptions(str(chain), **options)  # type: ignore[arg-type]
