@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import subprocess
@@ -14,6 +15,9 @@ import click
 import pytest
 
 from spec_cli import blas, main
+from spec_server import device
+
+generate = importlib.import_module("spec_cli.commands.generate")
 
 PROMPT = "Write a Python function that checks if a number is even."
 
@@ -170,6 +174,32 @@ def test_the_bundled_one_can_be_asked_for() -> None:
     )
     assert ran.returncode == 0
     assert "openblas" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("choice", "terminal", "quiet", "given"),
+    [
+        ("auto", True, False, True),
+        ("bundled", True, False, False),
+        ("auto", False, False, False),
+        ("auto", True, True, False),
+    ],
+)
+def test_advice_is_for_people_who_could_use_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    choice: str,
+    terminal: bool,
+    quiet: bool,
+    given: bool,
+) -> None:
+    monkeypatch.setattr(device, "arithmetic", lambda: device.BUNDLED_BLAS)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    generate._advise(choice, generate.Output(as_json=False, quiet=quiet))
+    assert ("libopenblas0-pthread" in capsys.readouterr().err) == given
+    monkeypatch.setattr(device, "arithmetic", lambda: "openblas on 1 thread")
+    generate._advise(choice, generate.Output(as_json=False, quiet=quiet))
+    assert capsys.readouterr().err == ""
 
 
 def test_pipes_are_not_given_advice() -> None:

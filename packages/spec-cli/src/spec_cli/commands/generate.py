@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spec_cli import bundled
-from spec_cli.blas import ADVICE
+from spec_cli.blas import ADVICE, AUTO
 from spec_cli.options import (
     DEFAULT_MAX_DRAFT,
     MAX_DRAFT_HELP,
@@ -163,6 +163,7 @@ def generate(context: click.Context, /, **options: Any) -> None:
     else:
         screen.end_thought()
         _report(completion, engine, output)
+        _advise(options["cpu_blas"], output)
     if completion.finish_reason == "cancelled":
         context.exit(130)
 
@@ -281,12 +282,17 @@ def _report(completion: Completion, engine: Engine, output: Output) -> None:
         click.secho(line, err=True, dim=True)
 
 
-def _notes(completion: Completion) -> Iterable[str]:
+def _advise(cpu_blas: str, output: Output) -> None:
+    """Tell a person at a terminal what would make this machine faster."""
     from spec_server import device
 
-    fallbacks = [f"note: {fallback}" for fallback in completion.statistics.fallbacks]
-    unoptimised = sys.stderr.isatty() and device.arithmetic() == device.BUNDLED_BLAS
-    return [*fallbacks, f"note: {ADVICE}"] if unoptimised else fallbacks
+    unoptimised = cpu_blas == AUTO and device.arithmetic() == device.BUNDLED_BLAS
+    if unoptimised and sys.stderr.isatty() and not output.quiet:
+        click.secho(f"note: {ADVICE}", err=True, dim=True)
+
+
+def _notes(completion: Completion) -> Iterable[str]:
+    return (f"note: {fallback}" for fallback in completion.statistics.fallbacks)
 
 
 def statistics_line(completion: Completion, dtype: str) -> str:
