@@ -116,15 +116,24 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--mode", default="dspark")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--model", default=str(bundled.TARGET))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     arguments = ["--model", options.model, "--mode", options.mode, "--max-batch", str(options.rows)]
+    # The command may bring a BLAS of its own; both sides must multiply with the same one.
+    arguments += ["--cpu-blas", "bundled", "--dtype", options.dtype]
     limits, cache = Limits(max_batch=options.rows), CacheOptions()
     rates: dict[str, list[float]] = {"engine": [], "http": [], "http_streamed": []}
     with (
         served(arguments) as (_, port, _process),
-        Engine.load(options.model, mode=options.mode, limits=limits, prefix_cache=cache) as engine,
+        Engine.load(
+            options.model,
+            mode=options.mode,
+            dtype=options.dtype,
+            limits=limits,
+            prefix_cache=cache,
+        ) as engine,
     ):
         asks: dict[str, Callable[[str], int]] = {
             "engine": lambda prompt: through_engine(engine, prompt, options.tokens),
@@ -173,6 +182,7 @@ def _summary(
         "machine": {"system": platform.platform(), "cores": os.cpu_count()},
         "model": Path(options.model).name,
         "mode": options.mode,
+        "dtype": options.dtype,
         "rows": options.rows,
         "tokens_per_second": {name: round(value, 1) for name, value in middle.items()},
         "share_of_engine": {name: round(value, 3) for name, value in pairs.items()},
