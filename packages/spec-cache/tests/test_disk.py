@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -98,11 +99,30 @@ def test_a_second_look_reads_no_file(open_cache: Open) -> None:
 def test_prefetching_leaves_nothing_to_load(open_cache: Open) -> None:
     fill(open_cache(), HYBRID)
     cache = open_cache()
-    assert cache.prefetch(NAMESPACE, [*TOKENS, 1]).result(timeout=60) == 43
+    assert cache.prefetch(NAMESPACE, [*TOKENS, 1]).result(timeout=60)
     loaded = cache.stats().loaded
     hit = cache.match(NAMESPACE, [*TOKENS, 1])
     check(HYBRID, TOKENS, hit)
     assert (hit.length, cache.stats().loaded) == (43, loaded)
+
+
+def test_prefetching_what_is_in_memory_waits_for_nothing(open_cache: Open) -> None:
+    cache, busy = open_cache(), threading.Event()
+    fill(cache, HYBRID)
+    cache._tiers.worker.submit(busy.wait)
+    assert cache.prefetch(NAMESPACE, [*TOKENS, 1]).done()
+    assert cache.prefetch(NAMESPACE, [99] * 40).done()
+    busy.set()
+
+
+def test_prefetching_ends_where_memory_does(open_cache: Open) -> None:
+    fill(open_cache())
+    cache = open_cache(ram=4000)
+    assert not cache.prefetch(NAMESPACE, [*TOKENS, 1]).result(timeout=60)
+    assert 0 < cache.stats().loaded < 6
+    hit = cache.match(NAMESPACE, [*TOKENS, 1])
+    check(DENSE, TOKENS, hit)
+    assert hit.length == 43
 
 
 def test_files_are_plain_safetensors(open_cache: Open, tmp_path: Path) -> None:

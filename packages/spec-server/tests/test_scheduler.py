@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -275,14 +277,19 @@ def drafter_of(target: TinyTarget, kind: str) -> Drafter | None:
     }[kind]
 
 
-def caching(make: Callable[[], TinyTarget], drafter: str, cache: PrefixCache) -> Engine:
+def caching(
+    make: Callable[[], TinyTarget],
+    drafter: str,
+    cache: PrefixCache,
+    limits: Limits = Limits(prefill_chunk=40),  # noqa: B008
+) -> Engine:
     def load() -> Models:
         target = make()
         return Models(target, drafter_of(target, drafter), FixedLength())
 
     worker = Worker(
         load,
-        Limits(prefill_chunk=40),
+        limits,
         lambda memory: (cache, Namespace("tiny", drafter)),
     )
     worker.start()
@@ -350,6 +357,64 @@ def test_an_empty_cache_after_eviction_changes_nothing() -> None:
         second = engine.generate(prompt(3, 90), max_tokens=15)
     assert second.token_ids == first.token_ids
     assert second.statistics.cached_tokens == 0
+
+
+# ------------------------------------------------------------------ loading ahead
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Callable[[], PrefixCache]:
+    """Opens a folder that holds the prefix of `prompt(5, 150)`."""
+
+    def opened() -> PrefixCache:
+        return PrefixCache(1 << 24, 1 << 24, tmp_path, block=16)
+
+    with caching(KINDS["dense"], "tiny", opened()) as engine:
+        engine.generate(prompt(5, 150), max_tokens=4)
+    return opened
+
+
+def test_what_a_queued_request_needs_is_loaded_while_it_waits(
+    kept: Callable[[], PrefixCache],
+) -> None:
+    log, cache = Log(), kept()
+    with caching(KINDS["dense"], "tiny", cache, Limits(max_batch=1)) as engine:
+        log.submit(engine, "running", Ask(prompt(1, 4), ENDLESS, 400))
+        log.until("running", end=False)
+        waiting = engine.stream(prompt(5, 150), max_tokens=4)
+        while not cache.stats().loaded:
+            assert log.until("running", end=False)
+        cache.flush()
+        loaded = cache.stats().loaded
+        log.until("running")
+        assert waiting.result().statistics.cached_tokens == 149
+        assert cache.stats().loaded == loaded == 10
+
+
+def test_running_rows_do_not_wait_for_the_disk(kept: Callable[[], PrefixCache]) -> None:
+    """A request whose prefix is still being loaded lets others pass, and is admitted after."""
+    log, disk, cache = Log(), threading.Event(), kept()
+    with caching(KINDS["dense"], "tiny", cache) as engine:
+        log.submit(engine, "running", Ask(prompt(1, 4), ENDLESS, 400))
+        log.until("running", end=False)
+        cache._tiers.worker.submit(disk.wait)
+        waiting = engine.stream(prompt(5, 150), max_tokens=4)
+        log.submit(engine, "other", Ask(prompt(2, 60), ENDLESS, 5))
+        log.until("other")
+        assert cache.stats().loaded == 0
+        disk.set()
+        assert waiting.result().statistics.cached_tokens == 149
+        log.until("running")
+
+
+def test_an_idle_engine_does_not_wait_for_a_busy_writer(kept: Callable[[], PrefixCache]) -> None:
+    disk, cache = threading.Event(), kept()
+    with caching(KINDS["dense"], "tiny", cache) as engine:
+        cache._tiers.worker.submit(disk.wait)
+        answer = engine.generate(prompt(5, 150), max_tokens=4)
+        assert answer.statistics.cached_tokens == 149
+        assert cache.stats().loaded == 10
+        disk.set()
 
 
 # ------------------------------------------------------------------ activity

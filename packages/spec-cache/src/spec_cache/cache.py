@@ -237,11 +237,21 @@ class PrefixCache:
         """
         return self._reservations.make(self._tiers, self._chain(namespace, tokens))
 
-    def prefetch(self, namespace: Namespace, tokens: Sequence[int]) -> Future[int]:
-        """Load what `match` would need from disk, in the background; gives the length found."""
+    def prefetch(self, namespace: Namespace, tokens: Sequence[int]) -> Future[bool]:
+        """Load what `match` would need from disk, in the background.
+
+        The future is done at once where nothing is to be loaded. It tells whether memory holds all
+        that was found; false where there is no room for it, or a file cannot be used.
+        """
         chain = self._chain(namespace, tokens)
-        limit = max(chain.length - 1, 0)
-        return self._tiers.worker.submit(lambda: self._find(chain, limit)[1].length)
+        with self._mutex:
+            schema, found = self._search(chain, max(chain.length - 1, 0))
+            wanted = [] if schema is None else list(needed(schema, found))
+            if schema is not None and any(self._tiers.ram.get(e.key) is None for e in wanted):
+                return self._tiers.worker.submit(partial(self._load_ahead, schema, wanted))
+        done: Future[bool] = Future()
+        done.set_result(True)
+        return done
 
     def stats(self) -> CacheStats:
         """Counters and sizes, at this moment."""
@@ -351,12 +361,16 @@ class PrefixCache:
         before = self._tiers.damaged
         while True:
             with self._mutex:
-                self._tiers.begin_search()
-                schema = self._schema(chain.root)
-                found = _NOTHING if schema is None else search(self._tiers, chain, schema, limit)
+                schema, found = self._search(chain, limit)
             contents = None if schema is None else self._load(schema, found)
             if schema is None or contents is not None:
                 return schema, found, contents or [], self._tiers.damaged > before
+
+    def _search(self, chain: Chain, limit: int) -> tuple[Schema | None, Found]:
+        """The longest resumable prefix; under the mutex."""
+        self._tiers.begin_search()
+        schema = self._schema(chain.root)
+        return schema, _NOTHING if schema is None else search(self._tiers, chain, schema, limit)
 
     def _load(self, schema: Schema, found: Found) -> list[Payload] | None:
         """Contents of the entries that resuming takes, in order; None if one is gone."""
@@ -368,6 +382,16 @@ class PrefixCache:
                 return None
             contents.append(payload)
         return contents
+
+    def _load_ahead(self, schema: Schema, wanted: Sequence[Entry]) -> bool:
+        """Load entries as long as memory keeps them; whether it kept all."""
+        keep = {entry.key for entry in wanted}
+        for entry in wanted:
+            self._tiers.load(entry, schema, keep)
+            with self._mutex:
+                if self._tiers.ram.get(entry.key) is None:
+                    return False
+        return True
 
     def _resumable(self, chain: Chain, schema: Schema, length: int) -> bool:
         self._tiers.begin_search()

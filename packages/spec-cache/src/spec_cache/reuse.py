@@ -7,6 +7,7 @@ pause, what is new is pictured and stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from spec_cache.cache import PrefixCache
@@ -79,6 +80,10 @@ class PrefixReuse:
         self._namespace = namespace
         self._exact = exact
 
+    def prefetch(self, request: Request, salt: str = "") -> Future[bool]:
+        """Begin to load from disk what `admit` will restore; see `PrefixCache.prefetch`."""
+        return self.cache.prefetch(self._of(salt), request.prompt)
+
     def admit(
         self, batch: Batch, request: Request, salt: str = ""
     ) -> tuple[Prefill, Thread] | None:
@@ -93,7 +98,7 @@ class PrefixReuse:
             The prefill, and what the other methods want; None where another request is computing
             more of the prompt, so that it should be asked again later.
         """
-        namespace = self._namespace if not salt else replace(self._namespace, salt=salt)
+        namespace = self._of(salt)
         hit = self.cache.match(namespace, request.prompt)
         if hit.pending > hit.length:
             return None
@@ -146,6 +151,10 @@ class PrefixReuse:
         )
         if start is not None:
             self.cache.store(thread.namespace, tokens, _parts(batch.image(key, start)))
+
+    def _of(self, salt: str) -> Namespace:
+        """A tenant's namespace."""
+        return self._namespace if not salt else replace(self._namespace, salt=salt)
 
     def _stops(self, hit: Hit, prompt: int) -> tuple[int, ...]:
         """Where to pause for checkpoints: where others part from this prompt, one is worth it."""

@@ -10,7 +10,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_BATCH = 32
+_BATCH = 8
+"""Keys a turn: a job waits for that many files at most."""
 
 
 class Worker:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from spec_cache import Reuse
@@ -41,6 +42,8 @@ class Job:
 
     Attributes:
         cache_salt: its tenant's, for the prefix cache.
+        loading: done once the prefix that is kept on disk is in memory; None before it was asked
+            for.
         cancelled: set by any thread; honoured before the next forward.
     """
 
@@ -49,6 +52,7 @@ class Job:
     sink: Sink
     labels: Labels
     cache_salt: str = field(default="", repr=False)
+    loading: Future[bool] | None = None
     submitted: float = field(default_factory=time.perf_counter)
     cancelled: threading.Event = field(default_factory=threading.Event)
     _queue_seconds: float = 0.0

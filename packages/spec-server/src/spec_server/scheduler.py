@@ -8,10 +8,13 @@ chunk, so a short prompt is not stuck behind a long one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
+from concurrent.futures import wait
 from dataclasses import dataclass
+from itertools import islice
 
 import mlx.core as mx
 
@@ -95,7 +98,8 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self._waiting or self._prefills or self._decoding)
+        """Nothing is to be computed, and the batch holds no memory of rows that have ended."""
+        return not (self._waiting or self._prefills or self._decoding or self._batch.busy)
 
     def add(self, job: Job) -> None:
         """Queue a request."""
@@ -104,6 +108,7 @@ class Scheduler:
     def step(self) -> None:
         """Admit, compute one prefill chunk and one decoding round, and hand out the results."""
         self._drop_cancelled()
+        self._load_ahead()
         self._admit()
         self._prefill()
         self._decode()
@@ -154,6 +159,15 @@ class Scheduler:
             self._batch.leave(key)
             self._decoding.pop(key).job.end("cancelled")
 
+    def _load_ahead(self) -> None:
+        """Have prefixes of the requests that come next loaded from disk, in the background."""
+        if self._reuse is None:
+            return
+        for job in islice(self._waiting, self._limits.max_batch):
+            if job.loading is None:
+                with contextlib.suppress(SpecError):  # admission meets it again, and reports it
+                    job.loading = self._reuse.prefetch(job.request, job.cache_salt)
+
     def _admit(self) -> None:
         """Give rows to waiting requests, oldest first, as far as rows and memory go."""
         put_off: list[Job] = []
@@ -179,10 +193,23 @@ class Scheduler:
     def _start(self, job: Job) -> tuple[Prefill, Thread | None] | None:
         if self._reuse is None:
             return self._batch.prefill(job.request), None
+        if not self._loaded(job):
+            return None
         started = self._reuse.admit(self._batch, job.request, job.cache_salt)
         if started is not None:
             self._activity.looked_up(len(job.request.prompt), started[1].reuse.length)
         return started
+
+    def _loaded(self, job: Job) -> bool:
+        """Whether a request's prefix is in memory; waits for it where nothing else runs."""
+        loading = job.loading
+        if loading is None or loading.done():
+            return True
+        if self._running:
+            return False
+        if not loading.cancel():
+            wait([loading])
+        return True
 
     @property
     def _running(self) -> int:
