@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -16,6 +17,7 @@ from spec_cli.commands.models import models
 from spec_cli.commands.serve import serve
 
 INTERRUPTED = 130
+NO_READER = 141
 INTERNAL = 70
 
 
@@ -33,7 +35,29 @@ def show_versions(context: click.Context, _: click.Parameter, wanted: bool) -> N
     context.exit()
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _Commands(click.Group):
+    """Ends with 141 where click would end with 1: nobody reads the output any more."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except BrokenPipeError:
+            _write_nowhere()
+            context.exit(NO_READER)
+
+
+def _write_nowhere() -> None:
+    """What is still buffered would be written at the end, and fail again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.option(
     "--version",
     is_flag=True,
@@ -42,13 +66,16 @@ def show_versions(context: click.Context, _: click.Parameter, wanted: bool) -> N
     callback=show_versions,
     help="Show the version of every package and exit.",
 )
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Lossless speculative decoding for MLX.
 
     Without --model, commands use spec-tiny, a small model that comes with this program together
     with its drafters. It has 9 million parameters: good for short code and tool calls, not for
     facts.
     """
+    if os.environ.get("NO_COLOR"):
+        context.color = False
 
 
 for _command in (generate, serve, benchmark, cache, convert, models):
@@ -56,7 +83,8 @@ for _command in (generate, serve, benchmark, cache, convert, models):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and exit: 0; 1 what was asked cannot be done; 2 wrong usage; 130 Ctrl-C."""
+    """Run the command and exit: 0; 1 what was asked cannot be done; 2 wrong usage; 130 Ctrl-C;
+    141 nobody reads the output any more (as in `spec generate ... | head -1`)."""
     # transformers advises everyone without PyTorch to install it.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     sys.exit(run(arguments))
