@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -34,9 +35,10 @@ MAX_DRAFT_HELP = (
 )
 
 
-def draft_length(context: click.Context, parameter: click.Parameter, value: str) -> MaxDraft:
-    """A cap on guesses a round: a number, None for `full` (or 0), the whole block, or "auto"."""
-    text = value.strip()
+def draft_length(context: click.Context, parameter: click.Parameter, value: str | int) -> MaxDraft:
+    """A cap on guesses a round: a number (a configuration file has it as one), None for `full`
+    (or 0), the whole block, or "auto"."""
+    text = str(value).strip()
     if text == "auto":
         return "auto"
     if text == "full":
@@ -91,6 +93,22 @@ def names_of(allowed: tuple[str, ...]) -> Callable[..., tuple[str, ...] | None]:
     return parse
 
 
+def _logit_bias(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[int, float]:
+    """Token ids and what is added to their logits."""
+    biases: dict[int, float] = {}
+    for value in values:
+        token, _, bias = value.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError as error:
+            raise click.BadParameter(
+                f"{value!r} is not of the form ID=VALUE, for instance 42=-100"
+            ) from error
+    return biases
+
+
 def apply(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
     """Several option decorators as one, in the order of the help text."""
 
@@ -100,6 +118,52 @@ def apply(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated], D
         return function
 
     return decorate
+
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def log_level_option(
+    default: str, text: str = "What is logged to stderr.", *, timed: bool = False
+) -> Callable[[Decorated], Decorated]:
+    """What is logged to stderr while the command runs.
+
+    Args:
+        default: the level of who does not choose.
+        text: what the help says.
+        timed: each line begins with the time.
+    """
+
+    def start(context: click.Context, parameter: click.Parameter, value: str) -> str:
+        if not context.resilient_parsing:
+            _log_to_stderr(value, timed)
+        return value
+
+    return click.option(
+        "--log-level",
+        type=click.Choice(LOG_LEVELS),
+        default=default,
+        show_default=True,
+        envvar="SPEC_LOG_LEVEL",
+        callback=start,
+        help=text,
+    )
+
+
+class _ToStderr(logging.Handler):
+    """Writes to whatever stderr is at the moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(self.format(record), err=True)
+
+
+def _log_to_stderr(level: str, timed: bool) -> None:
+    handler = _ToStderr()
+    time = "%(asctime)s " if timed else ""
+    handler.setFormatter(logging.Formatter(f"{time}%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=level.upper())
+    if level == "info":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 BITS = click.Choice(("4", "8"))
@@ -132,6 +196,96 @@ loading_options = apply(
     click.option(
         "--trust-remote-code", is_flag=True, help="Import Python code that the checkpoint brings."
     ),
+)
+
+drafting_options = apply(
+    click.option(
+        "--drafter", metavar="FOLDER|ID", help="Drafter. [default: the one known for the target]"
+    ),
+    click.option(
+        "--mode",
+        type=click.Choice(MODES),
+        default="auto",
+        show_default=True,
+        help="What drafts. auto takes the drafter that is named or known, lookup where there is "
+        "none; baseline decodes plainly.",
+    ),
+    click.option(
+        "--max-draft",
+        callback=draft_length,
+        metavar="N|full|auto",
+        default=DEFAULT_MAX_DRAFT,
+        show_default=True,
+        help=MAX_DRAFT_HELP,
+    ),
+    click.option(
+        "--confidence-threshold",
+        type=float,
+        help="Cut each draft before the first guess whose confidence is below this, in (0, 1].",
+    ),
+    click.option(
+        "--lookup-drafts/--no-lookup-drafts",
+        default=False,
+        show_default=True,
+        help="Copy from the text so far where it repeats itself, instead of asking the drafter.",
+    ),
+)
+
+answer_options = apply(
+    click.option("--system", help="A system message before the prompt."),
+    click.option(
+        "--thinking/--no-thinking",
+        default=None,
+        help="Switch the model's thought on or off. [default: as its template does]",
+    ),
+    click.option(
+        "--max-tokens",
+        type=int,
+        default=1024,
+        show_default=True,
+        help="The answer's length at most.",
+    ),
+    click.option(
+        "--stop", multiple=True, metavar="TEXT", help="End before TEXT; may be given several times."
+    ),
+)
+
+
+def sampling_options(*, shown: bool) -> Callable[[Decorated], Decorated]:
+    """How tokens are drawn.
+
+    Args:
+        shown: an option that is left out has the neutral default, and the help says so; otherwise
+            it is None.
+    """
+
+    def option(name: str, kind: type, default: float, text: str = "") -> Any:
+        value = default if shown else None
+        return click.option(f"--{name}", type=kind, default=value, show_default=shown, help=text)
+
+    return apply(
+        option("temperature", float, 0.0, "0 is greedy."),
+        option("top-k", int, 0, "0 is off."),
+        option("top-p", float, 1.0, "1 is off."),
+        option("min-p", float, 0.0, "0 is off."),
+        option("presence-penalty", float, 0.0, "0 is off."),
+        option("frequency-penalty", float, 0.0, "0 is off."),
+        option("repetition-penalty", float, 1.0, "1 is off."),
+        click.option(
+            "--logit-bias",
+            metavar="ID=VALUE",
+            multiple=True,
+            callback=_logit_bias,
+            help="Add VALUE to a token's logit; may be given several times.",
+        ),
+        click.option("--seed", type=int, help="Makes sampled text repeatable, in every mode."),
+    )
+
+
+logprobs_option = click.option(
+    "--logprobs",
+    type=click.IntRange(0, 20),
+    help="With --json: the log-probability of each token, with N alternatives.",
 )
 
 cache_options = apply(

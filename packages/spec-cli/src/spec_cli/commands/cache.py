@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spec_cli.options import json_option
+from spec_cli.sizes import in_bytes
 
 if TYPE_CHECKING:
     from spec_cache import StoredNamespace
 
 _SHOWN = 12
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 folder_argument = click.argument(
     "folder",
@@ -68,7 +68,7 @@ def stats(folder: Path, as_json: bool) -> None:
         click.echo(json.dumps(seen))
         return
     click.echo(
-        f"{seen['tokens']} tokens in {seen['files']} files ({_size(seen['bytes'])}), of "
+        f"{seen['tokens']} tokens in {seen['files']} files ({in_bytes(seen['bytes'])}), of "
         f"{seen['namespaces']} namespaces"
     )
 
@@ -85,7 +85,7 @@ def clear(folder: Path, namespace: str | None, as_json: bool) -> None:
 
     root = None if namespace is None else _root(folder, namespace)
     freed = clear_directory(folder, root)
-    click.echo(json.dumps({"freed_bytes": freed}) if as_json else f"{_size(freed)} freed")
+    click.echo(json.dumps({"freed_bytes": freed}) if as_json else f"{in_bytes(freed)} freed")
 
 
 def _root(folder: Path, beginning: str) -> str:
@@ -110,7 +110,7 @@ def _line(one: StoredNamespace) -> str:
         kept.append("a tenant's")
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.last_used))
     return (
-        f"{one.root[:_SHOWN]}  {used}  {_size(one.nbytes):>9}  {one.tokens:>8} tokens  "
+        f"{one.root[:_SHOWN]}  {used}  {in_bytes(one.nbytes):>9}  {one.tokens:>8} tokens  "
         f"{one.files:>6} files  {', '.join(part for part in kept if part) or 'unreadable'}"
     )
 
@@ -118,11 +118,3 @@ def _line(one: StoredNamespace) -> str:
 def _named(identity: str) -> str:
     """A target's name, or a mode, without the digest behind it."""
     return identity.partition(" ")[0]
-
-
-def _size(nbytes: float) -> str:
-    for unit in _UNITS[:-1]:
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} {_UNITS[-1]}"

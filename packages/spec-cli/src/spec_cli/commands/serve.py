@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from spec_cli import bundled
 from spec_cli.config_file import config_option, printed, with_environment
+from spec_cli.loading import load_engine
 from spec_cli.options import (
-    DEFAULT_MAX_DRAFT,
-    MAX_DRAFT_HELP,
-    MODES,
-    MaxDraft,
     apply,
-    bits,
     cache_options,
-    draft_length,
+    drafting_options,
     kept_prefixes,
     loading_options,
+    log_level_option,
     model_option,
     size,
 )
@@ -33,43 +28,6 @@ if TYPE_CHECKING:
 _PRIVATE = ("print_config",)
 _SECRET = ("api_key",)
 
-
-def _draft(context: click.Context, parameter: click.Parameter, value: Any) -> MaxDraft:
-    return draft_length(context, parameter, str(value))
-
-
-drafting_options = apply(
-    click.option(
-        "--drafter", metavar="FOLDER|ID", help="Drafter. [default: the one known for the target]"
-    ),
-    click.option(
-        "--mode",
-        type=click.Choice(MODES),
-        default="auto",
-        show_default=True,
-        help="What drafts. auto takes the drafter that is named or known, lookup where there is "
-        "none; baseline decodes plainly.",
-    ),
-    click.option(
-        "--max-draft",
-        callback=_draft,
-        metavar="N|full|auto",
-        default=DEFAULT_MAX_DRAFT,
-        show_default=True,
-        help=MAX_DRAFT_HELP,
-    ),
-    click.option(
-        "--confidence-threshold",
-        type=float,
-        help="Cut each draft before the first guess whose confidence is below this, in (0, 1].",
-    ),
-    click.option(
-        "--lookup-drafts/--no-lookup-drafts",
-        default=False,
-        show_default=True,
-        help="Copy from the text so far where it repeats itself, instead of asking the drafter.",
-    ),
-)
 
 engine_options = apply(
     click.option(
@@ -199,13 +157,7 @@ http_options = apply(
         show_default=True,
         help="How long a shutdown waits for running answers.",
     ),
-    click.option(
-        "--log-level",
-        type=click.Choice(("debug", "info", "warning", "error")),
-        default="info",
-        show_default=True,
-        help="info logs one line a request, without its text.",
-    ),
+    log_level_option("info", "info logs one line a request, without its text.", timed=True),
 )
 
 
@@ -227,7 +179,6 @@ def serve(context: click.Context, /, **options: Any) -> None:
     if options["print_config"]:
         click.echo(printed(context, _SECRET, _PRIVATE))
         return
-    _log_to_stderr(options["log_level"])
     from spec_server.http.serve import Listen
     from spec_server.http.serve import serve as run
 
@@ -286,32 +237,7 @@ def _cache(options: dict[str, Any]) -> CacheOptions | None:
 
 
 def _engine(options: dict[str, Any], limits: Limits, cache: CacheOptions | None) -> Engine:
-    from spec_server import Engine
-
-    return Engine.load(
-        bundled.target(options["model"]),
-        drafter=options["drafter"],
-        mode=options["mode"],
-        max_draft=options["max_draft"],
-        lookup_drafts=options["lookup_drafts"],
-        confidence_threshold=options["confidence_threshold"],
-        dtype=options["dtype"],
-        kv_bits=bits(options["kv_bits"]),
-        drafter_bits=bits(options["drafter_bits"]),
-        trust_remote_code=options["trust_remote_code"],
-        limits=limits,
-        prefix_cache=cache,
-    )
-
-
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    if level == "info":
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    return load_engine(options, limits=limits, prefix_cache=cache)
 
 
 def _announce(options: dict[str, Any], settings: ServerSettings) -> None:

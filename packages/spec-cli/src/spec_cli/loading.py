@@ -1,0 +1,95 @@
+"""From a command's options to an engine and to how it samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from spec_cli import bundled
+from spec_cli.options import bits
+
+if TYPE_CHECKING:
+    from spec_core import SamplingParams
+    from spec_server import CacheOptions, Engine, Limits, LoadOptions
+
+
+def drafting(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `Engine.load` that say how to load and draft."""
+    return {
+        "drafter": options["drafter"],
+        "mode": options["mode"],
+        "max_draft": options["max_draft"],
+        "lookup_drafts": options["lookup_drafts"],
+        "confidence_threshold": options["confidence_threshold"],
+        "dtype": options["dtype"],
+        "kv_bits": bits(options["kv_bits"]),
+        "drafter_bits": bits(options["drafter_bits"]) or "auto",
+        "trust_remote_code": options["trust_remote_code"],
+    }
+
+
+def load_options(options: Mapping[str, Any]) -> LoadOptions:
+    """What `load_engine` would load.
+
+    Raises:
+        InvalidValueError: two options contradict each other.
+    """
+    from spec_server import LoadOptions
+
+    return LoadOptions(bundled.target(options["model"]), **drafting(options))
+
+
+def load_engine(
+    options: Mapping[str, Any],
+    *,
+    limits: Limits,
+    prefix_cache: CacheOptions | None,
+    announce: Callable[[str], None] | None = None,
+) -> Engine:
+    """The engine that `model_option`, `drafting_options` and `loading_options` describe.
+
+    Raises:
+        SpecError: as `Engine.load`.
+    """
+    from spec_server import Engine
+
+    return Engine.load(
+        bundled.target(options["model"]),
+        **drafting(options),
+        limits=limits,
+        prefix_cache=prefix_cache,
+        announce=announce,
+    )
+
+
+def sampling(options: Mapping[str, Any], default: SamplingParams | None = None) -> SamplingParams:
+    """The sampling options that are not None, over a default.
+
+    Raises:
+        InvalidValueError: one of them is out of range.
+    """
+    from spec_core import SamplingParams
+
+    names = [field.name for field in fields(SamplingParams)]
+    given = {name: options[name] for name in names if options.get(name) is not None}
+    return replace(default or SamplingParams(), **given)
+
+
+def refuse_idle_options(context: click.Context) -> None:
+    """Refuse what would have no effect.
+
+    Raises:
+        click.UsageError: a draft length was typed for a mode that drafts nothing.
+    """
+    typed = context.get_parameter_source("max_draft") is ParameterSource.COMMANDLINE
+    if context.params["mode"] == "baseline" and typed:
+        raise click.UsageError("--max-draft has no place in --mode baseline, which drafts nothing")
+
+
+def announce(sentence: str) -> None:
+    """Say on stderr what takes a while."""
+    click.secho(sentence, err=True, dim=True)
