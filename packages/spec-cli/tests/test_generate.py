@@ -303,7 +303,7 @@ def test_a_reader_that_leaves_is_no_fault() -> None:
         process.stdout.read(1)
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(120) == 1
+        assert process.wait(120) == 141
 
 
 def test_ctrl_c_keeps_what_was_written() -> None:

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from spec_server import Engine
 from spec_server.http import EngineSlot, ServerSettings, create_app
+from spec_server.http.depth import MAX_DEPTH
 
 TEXT = "alpha beta gamma delta2"
 BASE = "http://127.0.0.1"
@@ -496,6 +497,8 @@ def test_context(client: TestClient) -> None:
         (b"\xff\xfe", 400, "invalid_json"),
         (b'{"temperature": NaN}', 400, "invalid_json"),
         (b"[" * 30_000, 400, "invalid_json"),
+        (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', 400, "invalid_json"),
+        ('{"messages": [{"role": "user", "content": "S"}]}'.encode("utf-16"), 400, "invalid_json"),
         (b"[]", 400, None),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, None),
         (b'{"messages": [{"role": "user", "content": "S"}], "temperature": 1e999}', 400, None),
@@ -508,6 +511,36 @@ def test_bodies_that_are_no_request(
     response = client.post(CHAT, content=raw, headers={"content-type": "application/json"})
     assert response.status_code == status, response.text
     assert response.json()["error"]["code"] == code
+
+
+def test_a_body_may_nest_so_deep_and_no_deeper(client: TestClient) -> None:
+    def body(depth: int, text: str = "S") -> bytes:
+        """A chat whose metadata, one level down, nests up to `depth`."""
+        values = "[" * (depth - 2) + "]" * (depth - 2)
+        messages = json.dumps([{"role": "user", "content": text}])
+        return f'{{"messages": {messages}, "metadata": {{"a": {values}}}}}'.encode()
+
+    def status(raw: bytes) -> tuple[int, str | None]:
+        answer = client.post(CHAT, content=raw, headers={"content-type": "application/json"})
+        return answer.status_code, answer.json().get("error", {}).get("message")
+
+    assert status(body(MAX_DEPTH)) == (200, None)
+    assert status(body(MAX_DEPTH, '[{"\\' * 20 + "S")) == (200, None)
+    code, message = status(body(MAX_DEPTH + 1))
+    assert code == 400
+    assert message is not None
+    assert f"deeper than {MAX_DEPTH}" in message
+
+
+def test_past_arguments_that_nest_deep_stay_text(client: TestClient) -> None:
+    deep = '{"a": ' * 5000 + "1" + "}" * 5000
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "now", "arguments": deep}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "S"},
+    ]  # fmt: skip
+    assert whole(client, {"messages": messages})["choices"][0]["message"]["content"] == TEXT
 
 
 def test_a_chunked_body_is_bounded_too(client: TestClient) -> None:

@@ -221,6 +221,22 @@ def test_a_drafter_that_knows_nothing_changes_nothing(chain: Path, tmp_path: Pat
     assert (answer.text, answer.statistics.mode) == (TEXT, f"{mode}+lookup")
 
 
+@pytest.mark.parametrize(("asked", "shown"), [(None, "full"), (2, "2"), (5, "5"), (999, "5")])
+def test_the_draft_length_that_is_shown_is_in_force(
+    chain: Path, tmp_path: Path, asked: int | None, shown: str
+) -> None:
+    config = json.loads((chain / "config.json").read_text())
+    folder = drafter_folder(
+        tmp_path / "drafter", hidden=config["hidden_size"], vocab=config["vocab_size"]
+    )
+    with Engine.load(chain, drafter=folder, max_draft=asked) as one:
+        assert one.facts.max_block == 5
+        caps = {cap: one.generate("S", max_draft=cap).statistics for cap in (None, 3, 5, 999)}
+    assert [caps[cap].max_draft for cap in (None, 5, 999)] == [shown] * 3
+    assert caps[3].max_draft == f"{shown}, at most 3"
+    assert caps[999].drafted == caps[None].drafted
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

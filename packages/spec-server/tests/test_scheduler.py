@@ -31,6 +31,7 @@ from spec_server.scheduler import Models
 from spec_server.worker import Worker
 
 from .gated import VOCAB, Gate, GatedTarget, Letters, gated_engine
+from .live import eventually
 
 ENDLESS = SamplingParams(logit_bias={0: -100})
 
@@ -258,6 +259,20 @@ def test_a_row_without_room_to_grow_ends_with_length_and_says_why() -> None:
     assert short.completion_tokens >= 1020
     assert "memory limit" in short.statistics.fallbacks[0]
     mx.clear_cache()
+
+
+@pytest.mark.parametrize("stop", [(), ("Z", "Y")], ids=["budget", "stop"])
+def test_an_idle_engine_holds_no_rows(stop: tuple[str, ...]) -> None:
+    targets: list[GatedTarget] = []
+    engine, _ = gated_engine(on_target=targets.append)
+    with engine:
+        before = mx.get_active_memory()
+        for number in range(3):
+            ask = prompt(number, 200)
+            answer = engine.generate(ask, sampling=ENDLESS, max_tokens=200, stop=stop)
+            assert answer.completion_tokens
+        eventually(lambda: mx.get_active_memory() <= before)
+        assert engine.activity.running == engine.activity.waiting == 0
 
 
 # ------------------------------------------------------------------ reuse

@@ -315,10 +315,16 @@ class Engine:
             sampling=ask.sampling,
             max_tokens=self._budget(len(ask.prompt.ids), ask.max_tokens),
             end_tokens=self.tokeniser.end_tokens,
-            max_draft=ask.max_draft,
+            max_draft=self._cap(ask.max_draft),
             constraint=self._constraint(ask),
         )
         return Job(request, text, sink, self.facts.labels, ask.cache_salt)
+
+    def _cap(self, max_draft: int | None) -> int | None:
+        """A request's cap as far as it is one: drafts are never longer than a block."""
+        if max_draft is None or max_draft < self.facts.max_block:
+            return max_draft
+        return None
 
     def _check_ids(self, ask: Ask) -> None:
         size = self.facts.vocab_size

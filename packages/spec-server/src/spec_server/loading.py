@@ -30,6 +30,7 @@ from spec_server.scheduler import Models
 from spec_server.text import Tokeniser
 
 if TYPE_CHECKING:
+    from spec_drafters.resolve import Hub
     from spec_server.calibration import Announce, Measured
 
 _log = logging.getLogger("spec_server")
@@ -207,7 +208,7 @@ def load(options: LoadOptions, *, max_rows: int = 1, announce: Announce | None =
         measured = measure_rounds(options, parts, drafting, max_rows=max_rows, announce=announce)
         drafts, notes = measured.policy(), (*drafting.fallbacks, *measured.notes)
     else:
-        drafts, notes = policy(options), drafting.fallbacks
+        drafts, notes = policy(options, drafter), drafting.fallbacks
     facts = Facts(
         model=options.model,
         labels=Labels(drafting.mode, drafting.source, notes, drafts if drafter else None),
@@ -255,8 +256,8 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def policy(options: LoadOptions) -> DraftPolicy:
-    """How far to draft, where that is fixed.
+def policy(options: LoadOptions, drafter: Drafter | None = None) -> DraftPolicy:
+    """How far to draft, where that is fixed; never beyond the block of a drafter that is known.
 
     Raises:
         InvalidValueError: the length or the threshold is out of range, or the length is "auto".
@@ -264,6 +265,8 @@ def policy(options: LoadOptions) -> DraftPolicy:
     length = options.max_draft
     if isinstance(length, str):
         raise InvalidValueError("max_draft", length, "a fixed length here")
+    if length is not None and drafter is not None:
+        length = min(length, drafter.max_block)
     if options.confidence_threshold is not None:
         return ConfidenceThreshold(options.confidence_threshold, length)
     return FixedLength(length)
@@ -372,8 +375,15 @@ def default_dtype(folder: Path, config: Mapping[str, Any]) -> DType | None:
     return "float32" if 2 * stored < memory / 2 else None
 
 
-def choose_drafter(options: LoadOptions, target_folder: Path) -> DrafterChoice:
+def choose_drafter(
+    options: LoadOptions, target_folder: Path, *, hub: Hub | None = None
+) -> DrafterChoice:
     """Decide what drafts, and recognise the drafter's files, before any weights are read.
+
+    Args:
+        options: what was asked for.
+        target_folder: the target's files.
+        hub: asked for a drafter that is not local; the Hugging Face hub if None.
 
     Raises:
         SpecError: an explicit choice cannot be honoured. Under mode "auto" without a named
@@ -382,9 +392,9 @@ def choose_drafter(options: LoadOptions, target_folder: Path) -> DrafterChoice:
     if options.mode in ("baseline", "lookup"):
         return DrafterChoice(None)
     if options.mode != "auto" or options.drafter is not None:
-        return _trained(options, target_folder)
+        return _trained(options, target_folder, hub)
     try:
-        return _trained(options, target_folder)
+        return _trained(options, target_folder, hub)
     except SpecError as error:
         return DrafterChoice(None, fallbacks=(_by_lookup(error),))
 
@@ -415,13 +425,13 @@ def load_drafter_parts(
     return DrafterParts(drafter, choice.source, path=choice.path)
 
 
-def _trained(options: LoadOptions, target_folder: Path) -> DrafterChoice:
+def _trained(options: LoadOptions, target_folder: Path, hub: Hub | None) -> DrafterChoice:
     """The drafter with weights that was named, or is known for the target."""
     from spec_drafters.load import inspect_drafter
     from spec_drafters.resolve import resolve
 
     source = options.drafter or _known_drafter(options, target_folder)
-    path = resolve(source, beside=target_folder)
+    path = resolve(source, beside=target_folder, hub=hub)
     spec = inspect_drafter(path)
     if options.mode not in ("auto", spec.mode):
         raise ModelLoadError(

@@ -118,7 +118,8 @@ class Worker:
                     scheduler.step()
                 except Exception as error:  # a fault in one step must not end the engine
                     scheduler.fail_all(error)
-                scheduler.report(self._inbox.qsize())
+                with self._gate:  # what arrives is counted and queued in one go
+                    scheduler.report(self._inbox.qsize())
         finally:
             self._end(scheduler)
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from spec_server.http.depth import MAX_DEPTH, nests_deeper
 from spec_server.http.errors import ApiError, bad_field, from_validation, unsupported
 from spec_server.http.schemas import MAX_SALT, AnswerRequest, ChatRequest, CompletionRequest
 from spec_server.http.settings import ServerSettings
@@ -130,12 +131,20 @@ def _too_large(most: int) -> ApiError:
 
 def _json(raw: bytes) -> Any:
     try:
-        content = json.loads(raw, parse_constant=_no_constant)
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: {error}", code="invalid_json") from None
+    if nests_deeper(text, MAX_DEPTH):
+        raise ApiError(
+            400,
+            f"the body nests deeper than {MAX_DEPTH} objects and lists; flatten it",
+            code="invalid_json",
+        )
+    try:
+        content = json.loads(text, parse_constant=_no_constant)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-    if b"\\u" in raw:
+    if "\\u" in text:
         _check_characters(content)
     return content
 
@@ -148,5 +157,5 @@ def _check_characters(content: Any) -> None:
     """Refuse halves of surrogate pairs, which no text can hold."""
     try:
         json.dumps(content, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, RecursionError):
+    except UnicodeEncodeError:
         raise bad_field("body", "...", "text without unpaired surrogates") from None

@@ -9,6 +9,7 @@ from typing import Any
 from spec_core.errors import InvalidValueError
 from spec_server.grammar import AnswerGrammar, CallsAnswer, Function, JsonAnswer
 from spec_server.grammar.compiler import ANY_OBJECT
+from spec_server.http.depth import MAX_DEPTH, nests_deeper
 from spec_server.http.errors import ApiError, bad_field, unsupported
 from spec_server.http.schemas import ChatMessage, ChatRequest, ContentPart, NamedChoice
 from spec_server.text import Message
@@ -92,9 +93,11 @@ def _part(part: ContentPart, path: str) -> str:
 
 def _arguments(text: str) -> Any:
     """An object where the text is one, as templates prefer; otherwise the text."""
+    if nests_deeper(text, MAX_DEPTH):
+        return text
     try:
         value = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
     return value if isinstance(value, dict) else text
 
