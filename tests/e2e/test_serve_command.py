@@ -88,8 +88,15 @@ def test_wrong_options_are_named(arguments: list[str], mentions: str) -> None:
     assert "Traceback" not in ended.stderr
 
 
+def test_an_option_without_effect_is_refused() -> None:
+    ended = run("--mode", "baseline", "--max-draft", "4")
+    assert ended.returncode == 2
+    assert "--max-draft" in ended.stderr
+
+
 @contextmanager
-def served(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def served(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and the line that says it is ready."""
     process = subprocess.Popen(
         [*COMMAND, "--port", "0", *arguments], stderr=subprocess.PIPE, text=True
     )
@@ -99,21 +106,40 @@ def served(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
         while "/v1 (" not in line:
             line = process.stderr.readline()
             assert line, "the server ended"
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/v1 \(mode (\w+)", line)
-        assert found
-        yield process, int(found[1])
+        yield process, line
     finally:
         process.kill()
         process.wait()
         process.stderr.close()
 
 
+def port_of(line: str) -> int:
+    found = re.search(r"http://127\.0\.0\.1:(\d+)/v1 ", line)
+    assert found
+    return int(found[1])
+
+
+def test_it_says_what_it_serves_and_that_it_has_stopped(folders: Callable[[str], Path]) -> None:
+    quiet = ("--log-level", "error", "--no-prefix-cache", "--context-window", "64")
+    with served("--model", str(folders("scripted")), "--mode", "lookup", *quiet) as (process, line):
+        for fact in (
+            f"serving scripted at http://127.0.0.1:{port_of(line)}/v1 (mode lookup, drafter none, ",
+            "context 64, float32, prefix cache off",
+            f"Ctrl-C or `kill {process.pid}` stops it",
+        ):
+            assert fact in line
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read().splitlines() == ["spec: the server has stopped"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_logs_one_line_a_request_and_ends_with_0(
     folders: Callable[[str], Path], number: int
 ) -> None:
-    with served("--model", str(folders("scripted")), "--mode", "lookup") as (process, port):
-        connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    with served("--model", str(folders("scripted")), "--mode", "lookup") as (process, line):
+        connection = HTTPConnection("127.0.0.1", port_of(line), timeout=60)
         body = json.dumps({"messages": [{"role": "user", "content": "very private S"}]})
         kind = {"content-type": "application/json"}
         connection.request("POST", "/v1/chat/completions", body, kind)
@@ -131,7 +157,8 @@ def test_it_serves_logs_one_line_a_request_and_ends_with_0(
 
 def test_a_second_server_on_a_port_says_so(folders: Callable[[str], Path]) -> None:
     model = str(folders("scripted"))
-    with served("--model", model, "--mode", "baseline") as (_, port):
+    with served("--model", model, "--mode", "baseline") as (_, line):
+        port = port_of(line)
         ended = run("--model", model, "--port", str(port))
         assert ended.returncode == 1
         assert f":{port} cannot be listened on" in ended.stderr

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spec_cli.config_file import config_option, printed, with_environment
-from spec_cli.loading import load_engine
+from spec_cli.loading import load_engine, refuse_idle_options
 from spec_cli.options import (
     apply,
     cache_options,
@@ -179,6 +179,7 @@ def serve(context: click.Context, /, **options: Any) -> None:
     if options["print_config"]:
         click.echo(printed(context, _SECRET, _PRIVATE))
         return
+    refuse_idle_options(context)
     from spec_server.http.serve import Listen
     from spec_server.http.serve import serve as run
 
@@ -192,6 +193,7 @@ def serve(context: click.Context, /, **options: Any) -> None:
     settings, limits, cache = _settings(options), _limits(options), _cache(options)
     _announce(options, settings)
     run(lambda: _engine(options, limits, cache), settings, listen, ready=_ready)
+    click.echo("spec: the server has stopped", err=True)
 
 
 with_environment(serve, *_PRIVATE)
@@ -250,17 +252,16 @@ def _announce(options: dict[str, Any], settings: ServerSettings) -> None:
 
 
 def _ready(engine: Engine, address: str) -> None:
-    log, labels = logging.getLogger("spec_server"), engine.facts.labels
+    """Say on stderr, whatever the log level, what is served, where, and how it ends."""
+    facts, labels = engine.facts, engine.facts.labels
     for fallback in labels.fallbacks:
-        log.warning("%s", fallback)
-    log.info(
-        "serving %s at %s/v1 (mode %s, drafter %s, context %d, %s, prefix cache %s, process %d)",
-        engine.facts.model,
-        address,
-        labels.mode,
-        labels.drafter or "none",
-        engine.facts.context_window,
-        engine.facts.dtype,
-        "off" if engine.cache is None else "on",
-        os.getpid(),
+        logging.getLogger("spec_server").warning("%s", fallback)
+    drafts = "" if labels.policy is None else f", drafts {labels.policy}"
+    click.echo(
+        f"spec: serving {facts.model.rstrip('/').rpartition('/')[2]} at {address}/v1 "
+        f"(mode {labels.mode}, drafter {labels.drafter or 'none'}{drafts}, "
+        f"context {facts.context_window}, {facts.dtype}, "
+        f"prefix cache {'off' if engine.cache is None else 'on'}); "
+        f"Ctrl-C or `kill {os.getpid()}` stops it",
+        err=True,
     )
