@@ -32,7 +32,7 @@ def config_option(*private: str) -> Callable[[Decorated], Decorated]:
 
     def load(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
         if value is not None:
-            context.default_map = _read(context.command, Path(value), private)
+            context.default_map = read_options(context.command, Path(value), private)
         return value
 
     return click.option(
@@ -45,8 +45,13 @@ def config_option(*private: str) -> Callable[[Decorated], Decorated]:
     )
 
 
-def _read(command: click.Command, path: Path, private: tuple[str, ...]) -> dict[str, Any]:
-    """A file's options.
+def read_options(command: click.Command, path: Path, private: tuple[str, ...]) -> dict[str, Any]:
+    """A file's options for a command.
+
+    Args:
+        command: what they are options of.
+        path: the file.
+        private: options that a file cannot set.
 
     Raises:
         click.UsageError: it is no TOML, or names something that is no option.
@@ -56,14 +61,13 @@ def _read(command: click.Command, path: Path, private: tuple[str, ...]) -> dict[
     except (OSError, ValueError) as error:
         raise click.UsageError(f"{path} cannot be read as TOML: {error}") from error
     known = {p.name for p in command.params if p.name and p.name not in (*private, "config")}
-    options = {name.replace("-", "_"): value for name, value in content.items()}
-    for name, value in options.items():
-        if name not in known:
+    for name, value in content.items():
+        if name.replace("-", "_") not in known:
             shown = ", ".join(sorted(n.replace("_", "-") for n in known))
             raise click.UsageError(f"{path} has {name!r}, which is no option; there are {shown}")
         if isinstance(value, dict):
             raise click.UsageError(f"{path} has a table {name!r}; options are plain values")
-    return options
+    return {name.replace("-", "_"): value for name, value in content.items()}
 
 
 def with_environment(command: click.Command, *private: str) -> click.Command:

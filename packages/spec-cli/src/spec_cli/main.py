@@ -12,6 +12,7 @@ import click
 from spec_cli.commands.benchmark import benchmark
 from spec_cli.commands.cache import cache
 from spec_cli.commands.convert import convert
+from spec_cli.commands.doctor import doctor
 from spec_cli.commands.generate import generate
 from spec_cli.commands.models import models
 from spec_cli.commands.serve import serve
@@ -78,7 +79,7 @@ def cli(context: click.Context) -> None:
         context.color = False
 
 
-for _command in (generate, serve, benchmark, cache, convert, models):
+for _command in (generate, serve, benchmark, models, doctor, cache, convert):
     cli.add_command(_command)
 
 

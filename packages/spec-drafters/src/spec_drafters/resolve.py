@@ -171,11 +171,13 @@ class HuggingFaceHub:
         endpoint: another server; the client's own setting if None.
         cache: another cache folder; the client's own setting if None.
         patience: seconds that the hub may take to say whether it has a repository.
+        ask: go to the server at all; False: only what is cached.
     """
 
     endpoint: str | None = None
     cache: Path | None = None
     patience: float = 3.0
+    ask: bool = True
 
     def snapshot(self, repo: str, files: Sequence[str]) -> Path:
         """The cached folder of a repository with its matching top-level files, fetched if needed.
@@ -232,6 +234,11 @@ class HuggingFaceHub:
         """None if the hub says that it has the repository and we may read it."""
         from huggingface_hub import HfApi, constants
 
+        if not self.ask:
+            return HubProblem(
+                "offline",
+                f"not (completely) in the cache, {self._folder(repo)}, and the hub was not asked",
+            )
         if constants.HF_HUB_OFFLINE:
             return HubProblem(
                 "offline",

@@ -297,7 +297,7 @@ def measure_rounds(
         {
             "dtype": parts.dtype,
             "kv_bits": options.kv_bits,
-            "drafter_bits": _drafter_bits(options),
+            "drafter_bits": drafter_bits(options),
         },
     )
     said = announce or _log.info
@@ -464,20 +464,24 @@ def _known_drafter(options: LoadOptions, target_folder: Path) -> str:
 
 
 def _load_trained(options: LoadOptions, parts: TargetParts, path: Path) -> Drafter:
-    import mlx.core as mx
-
     from spec_drafters.load import load_drafter
 
-    # On a CPU float32 is the faster one, whatever the target's own (3 to 10 % of a bfloat16 round).
-    dtype = mx.float32 if device.backend() == "cpu" else getattr(mx, parts.dtype)
-    return load_drafter(path, parts.target, bits=_drafter_bits(options), dtype=dtype)
+    dtype = drafter_dtype(parts.dtype)
+    return load_drafter(path, parts.target, bits=drafter_bits(options), dtype=dtype)
+
+
+def drafter_dtype(dtype: str) -> str:
+    """What a drafter computes in beside a target of this dtype: on a CPU float32 is the faster
+    one, whatever the target's own (3 to 10 % of a bfloat16 round)."""
+    return "float32" if device.backend() == "cpu" else dtype
 
 
 def _by_lookup(error: SpecError) -> str:
     return f"{error}; drafting by lookup instead"
 
 
-def _drafter_bits(options: LoadOptions) -> Bits | None:
+def drafter_bits(options: LoadOptions) -> Bits | None:
+    """To how many bits the drafter's matrices are quantised here; None: not at all."""
     if options.drafter_bits != "auto":
         return options.drafter_bits
     return None if device.backend() == "cpu" else DRAFTER_BITS_ON_GPU

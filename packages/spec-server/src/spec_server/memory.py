@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -97,7 +97,7 @@ def measure(target: Target, drafter: Drafter | None, limit: int | None) -> Memor
         drafts = drafter.new_state(1)
         drafter.extend(drafts, tokens, forward.taps, [_PROBED])
         images.append(drafts.image(0))
-    cost = _sum([_cost(image) for image in images])
+    cost = total([_cost(image) for image in images])
     del state, forward
     limit = default_limit() if limit is None else limit
     room = None if limit is None else max(0.0, limit - mx.get_active_memory())
@@ -127,7 +127,8 @@ def _cost(image: StateImage) -> RowCost:
     )
 
 
-def _sum(costs: list[RowCost]) -> RowCost:
+def total(costs: Sequence[RowCost]) -> RowCost:
+    """What a row takes in several models together."""
     return RowCost(
         per_token=sum(c.per_token for c in costs),
         per_recent_token=sum(c.per_recent_token for c in costs),

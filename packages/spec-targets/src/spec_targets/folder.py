@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import re
 import struct
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -133,8 +136,29 @@ def _library(folder: Path, config: Mapping[str, Any], through: Library | None) -
 
 
 def _known(model_type: str) -> bool:
+    """Whether mlx-lm has it; found out without importing mlx-lm, which takes seconds."""
     known = known_as(model_type)
-    name = mlx_lm_utils().MODEL_REMAPPING.get(known, known)
+    name = _other_names().get(known, known)
     if not re.fullmatch(r"[\w-]+", name):
         return False
-    return find_spec(f"mlx_lm.models.{name}") is not None
+    found = _library_folder() / "models" / name
+    return found.with_name(f"{name}.py").is_file() or (found / "__init__.py").is_file()
+
+
+def _library_folder() -> Path:
+    spec = find_spec("mlx_lm")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])
+
+
+@cache
+def _other_names() -> Mapping[str, str]:
+    """mlx-lm's own names for model types that it does not call by theirs, from its source; from
+    the module itself if that is not written as expected."""
+    source = (_library_folder() / "utils.py").read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_REMAPPING":
+            with contextlib.suppress(ValueError):
+                return dict(ast.literal_eval(node.value))
+    return dict(mlx_lm_utils().MODEL_REMAPPING)

@@ -28,7 +28,8 @@ from spec_targets.vlm import load_vlm
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _HUB_SECONDS = 1.5  # the client asks twice
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+"""Patterns of which a folder has at least one."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class LoadedTarget:
     def tokenizer(self) -> Any:
         """mlx-lm's TokenizerWrapper, loaded when first asked for; no code of the checkpoint is
         run. Raises IncompleteTargetError if the folder has no usable tokenizer."""
-        if not any(any(self.path.glob(name)) for name in _TOKENIZER_FILES):
+        if not any(any(self.path.glob(name)) for name in TOKENIZER_FILES):
             raise IncompleteTargetError(
-                f"{self.path} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there"
+                f"{self.path} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there"
             )
         try:
             return mlx_lm_utils().load_tokenizer(

@@ -1,0 +1,1 @@
+"""What `spec doctor` looks at. No model is loaded, and no network is asked."""

@@ -1,0 +1,65 @@
+"""Settings that are in force: SPEC_* and HF_* in the environment, and a TOML file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import click
+
+from spec_cli.config_file import PREFIX, read_options
+from spec_cli.doctor.finding import Finding
+
+_SECTION = "settings"
+_OTHERS = (
+    "SPEC_CONFIG",
+    "SPEC_CPU_BLAS",
+    "SPEC_CURVES_DIR",
+    "SPEC_LOG_LEVEL",
+    "SPEC_PREFIX_CACHE_DIR",
+    "SPEC_TRACEBACK",
+)
+_SECRET = ("SPEC_API_KEY", "HF_TOKEN")
+_HUB = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_TOKEN")
+
+
+def settings(
+    served: click.Command, config: str | None, environment: Mapping[str, str] | None = None
+) -> Iterator[Finding]:
+    """The settings' findings.
+
+    Args:
+        served: `spec serve`, whose options the environment and a file can set.
+        config: the file; None: what SPEC_CONFIG names.
+        environment: the process's own by default.
+    """
+    seen = os.environ if environment is None else environment
+    variables = sorted(name for name in seen if name.startswith(f"{PREFIX}_"))
+    known = {*_OTHERS, *(f"{PREFIX}_{p.name}".upper() for p in served.params)}
+    for name in (*variables, *(name for name in _HUB if name in seen)):
+        yield _variable(name, seen[name], known)
+    file = config or seen.get("SPEC_CONFIG")
+    if file is not None:
+        yield _file(served, Path(file))
+    if not variables and file is None:
+        yield Finding(_SECTION, "settings", "ok", "no SPEC_* variable is set; defaults apply")
+
+
+def _variable(name: str, value: str, known: set[str]) -> Finding:
+    shown = "(set; its value is not shown)" if name in _SECRET else value
+    if name in known or name in _HUB:
+        return Finding(_SECTION, name, "ok", shown)
+    near = difflib.get_close_matches(name, known, n=1)
+    advice = f"no command reads it{f'; did you mean {near[0]}?' if near else ''}"
+    return Finding(_SECTION, name, "note", shown, advice)
+
+
+def _file(served: click.Command, path: Path) -> Finding:
+    try:
+        options = read_options(served, path, ("print_config",))
+    except click.UsageError as error:
+        return Finding(_SECTION, str(path), "problem", error.message, "mend or unset it")
+    names = ", ".join(sorted(name.replace("_", "-") for name in options)) or "nothing"
+    return Finding(_SECTION, str(path), "ok", f"sets {names}")
