@@ -26,6 +26,14 @@ def room(
     return grown
 
 
+def lengthened(new: mx.array, end: int) -> mx.array:
+    """A buffer that begins with [R, heads, T, dim] and has room for `end` positions and a few
+    more, made in one pass over it."""
+    rows, heads, columns, dim = new.shape
+    rest = mx.zeros((rows, heads, stepped(end + _STEP) - columns, dim), dtype=new.dtype)
+    return mx.concatenate([new, rest], axis=2)
+
+
 def shrunk(buffer: mx.array, rows: int, longest: int) -> mx.array | None:
     """The buffer, or a smaller copy of its first rows where half of it would be free."""
     slots, heads, capacity, dim = buffer.shape

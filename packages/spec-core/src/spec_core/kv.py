@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import mlx.core as mx
 
-from spec_core._buffers import room, same_kind, scatter, shrunk
+from spec_core._buffers import lengthened, room, same_kind, scatter, shrunk
 from spec_core.errors import InvalidValueError, SeamError
 
 _STEP = 256
@@ -203,6 +203,9 @@ class Plane:
         new = values.transpose(1, 0, 2)[None]
         same_kind(self.array, new)
         length = values.shape[0]
+        if self.array is None and rows == 1:
+            self.array = lengthened(new, max(longest, length))
+            return
         buffer = room(self.array, new, rows, max(longest, length))
         buffer[row, :, :length] = new[0]
         self.array = buffer
