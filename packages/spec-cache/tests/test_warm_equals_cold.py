@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spec_cache import Namespace, PrefixCache, checkpoint_lengths, chunk_end
+from spec_cache import Namespace, PrefixCache, PrefixReuse, checkpoint_lengths, chunk_end
 from spec_core import Batch, Request, RowOutcome, SamplingParams
 from spec_core.batch import RowImage
 from spec_core.seams import Drafter, StateImage
@@ -147,3 +147,23 @@ def test_a_turn_pictures_only_what_is_new() -> None:
         longer = (*prompt, 3, 4, 5)
         start = cache.missing(NAMESPACE, longer, checkpoint=True)
         assert start == len(prompt) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("at_once", "stored"),
+    [(0, [24, 48, 72, 96, 100]), (60, [0, 0, 72, 72, 100]), (999, [0, 0, 0, 0, 100])],
+)
+def test_a_prompt_is_stored_as_it_grows_or_once_it_is_done(at_once: int, stored: list[int]) -> None:
+    """How much of it other prompts find after each chunk."""
+    prompt = tuple(range(32)) * 3 + (5, 4, 3, 2)
+    found: list[int] = []
+    with PrefixCache(1 << 22, block=BLOCK) as cache:
+        reuse = PrefixReuse(cache, NAMESPACE, exact=False, at_once=at_once)
+        admitted = reuse.admit(Batch(TARGETS["dense"]), Request(prompt, max_tokens=1))
+        assert admitted is not None
+        prefill, thread = admitted
+        while prefill.remaining:
+            prefill.step(reuse.chunk(thread, prefill.position, CHUNK))
+            reuse.after_chunk(thread, prefill)
+            found.append(cache.match(NAMESPACE, (*prompt, 9)).length)
+    assert found == stored

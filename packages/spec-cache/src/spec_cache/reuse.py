@@ -73,12 +73,18 @@ class PrefixReuse:
         exact: rows resume at stored checkpoints only (recurrent state) or mostly (windows smaller
             than a block, or than a prefill's chunks, within which they forget), so that prefills
             pause for some.
+        at_once: prompt tokens that may be stored together, once the first token is out: fewer,
+            larger copies, none of which it waits for. 0 where rows forget, so that each chunk must
+            be stored when it is computed.
     """
 
-    def __init__(self, cache: PrefixCache, namespace: Namespace, *, exact: bool) -> None:
+    def __init__(
+        self, cache: PrefixCache, namespace: Namespace, *, exact: bool, at_once: int = 0
+    ) -> None:
         self.cache = cache
         self._namespace = namespace
         self._exact = exact
+        self._at_once = at_once
 
     def prefetch(self, request: Request, salt: str = "") -> Future[bool]:
         """Begin to load from disk what `admit` will restore; see `PrefixCache.prefetch`."""
@@ -122,8 +128,10 @@ class PrefixReuse:
         return end - position
 
     def after_chunk(self, thread: Thread, prefill: Prefill) -> None:
-        """Store what a chunk added."""
+        """Store what a chunk added, or leave it for later."""
         length, done = prefill.position, prefill.remaining == 0
+        if not done and length - thread.stored < self._at_once:
+            return
         checkpoint = length in thread.stops if self._exact else done
         start = self.cache.missing(
             thread.namespace, thread.tokens, length, since=thread.stored, checkpoint=checkpoint

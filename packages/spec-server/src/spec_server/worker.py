@@ -19,6 +19,9 @@ from spec_server.scheduler import Models, Scheduler
 
 __all__ = ["Limits", "Models", "Worker"]
 
+_STORED_AT_ONCE = 256 << 20
+"""Bytes of a prompt's state that are stored together; a quarter of the cache at most."""
+
 
 class Worker:
     """Takes jobs from any thread and runs them on its own.
@@ -129,10 +132,14 @@ class Worker:
         reuse = None
         if self._cache is not None:
             kept, namespace = self._cache(self.memory)
-            self.memory = self.memory.without(kept.stats().ram_limit)
+            ram = kept.stats().ram_limit
+            self.memory = self.memory.without(ram)
             cost = self.memory.cost
             forgets = 0 < cost.reach < max(kept.block, self._limits.prefill_chunk)
-            reuse = PrefixReuse(kept, namespace, exact=cost.fixed > 0 or forgets)
+            most = min(_STORED_AT_ONCE, ram // 4)
+            at_once = 0 if cost.fixed or cost.reach else int(most / max(1.0, cost.per_token))
+            exact = cost.fixed > 0 or forgets
+            reuse = PrefixReuse(kept, namespace, exact=exact, at_once=at_once)
         return Scheduler(models, self._limits, self.memory, self.activity, reuse)
 
     def _receive(self, scheduler: Scheduler) -> bool:
