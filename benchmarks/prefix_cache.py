@@ -32,13 +32,23 @@ ROOT = Path(__file__).parents[1]
 BUNDLED = ROOT / "packages" / "spec-cli" / "src" / "spec_cli" / "models"
 NAMESPACE = Namespace(target="benchmark")
 BLOCK = 64
+AT_ONCE = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one request took. `first`: seconds to its first token; `kept`: to store its prompt."""
+    """What one request took, in seconds.
+
+    Attributes:
+        first: to its first token.
+        found: of it, looking its prompt up and restoring what was found.
+        delayed: of it, storing chunks.
+        kept: to store its prompt, `delayed` included.
+    """
 
     first: float
+    found: float
+    delayed: float
     kept: float
     answer: tuple[int, ...]
     cached: int
@@ -57,39 +67,41 @@ class Runner:
         probe.commit([2])
         mx.eval(forward.logits, probe.pending())
         image = probe.image(0)
-        self._exact = bool(image.at_end) or any(
-            p.reach is not None and p.reach < max(BLOCK, chunk) for p in image.per_token.values()
-        )
+        held = image.per_token.values()
+        reaches = [p.reach for p in held if p.reach is not None]
+        self._exact = bool(image.at_end) or any(r < max(BLOCK, chunk) for r in reaches)
+        per_token = sum(p.array.nbytes // p.array.shape[0] for p in held)
+        self._at_once = 0 if reaches or image.at_end else AT_ONCE // per_token
 
     def text(self, length: int) -> tuple[int, ...]:
         return tuple(self._random.randrange(self.target.info.vocab_size) for _ in range(length))
 
     def reuse(self, cache: PrefixCache) -> PrefixReuse:
-        return PrefixReuse(cache, NAMESPACE, exact=self._exact)
+        return PrefixReuse(cache, NAMESPACE, exact=self._exact, at_once=self._at_once)
 
     def run(self, prompt: Sequence[int], cache: PrefixCache | None, tokens: int = 1) -> Turn:
         """One request, from its arrival to its last token."""
         batch = Batch(self.target, self.drafter)
         request = Request(tuple(prompt), max_tokens=tokens)
         reuse = None if cache is None else self.reuse(cache)
-        begun, kept, thread, outcome = time.perf_counter(), 0.0, None, None
+        begun, stored, thread, outcome = time.perf_counter(), [0.0], None, None
         if reuse is None:
             prefill = batch.prefill(request)
         else:
             admitted = reuse.admit(batch, request)
             assert admitted is not None
             prefill, thread = admitted
+        found = time.perf_counter() - begun
         while outcome is None:
             size = min(self._chunk, prefill.remaining)
             if reuse is not None and thread is not None:
                 size = reuse.chunk(thread, prefill.position, size)
             outcome = prefill.step(size)
             stepped = time.perf_counter()
-            if outcome is not None:
-                first = stepped - begun
             if reuse is not None and thread is not None:
                 reuse.after_chunk(thread, prefill)
-                kept += time.perf_counter() - stepped
+                stored.append(time.perf_counter() - stepped)
+        first = stepped - begun
         answer = list(outcome.tokens)
         if outcome.finish is None:
             key = batch.join(prefill)
@@ -98,53 +110,59 @@ class Runner:
             if reuse is not None and thread is not None:
                 reuse.end_of_turn(thread, answer, batch, key)
         cached = 0 if thread is None else thread.reuse.length
-        return Turn(first, kept, tuple(answer), cached)
+        return Turn(first, found, sum(stored[:-1]), sum(stored), tuple(answer), cached)
 
 
 def follow_up(runner: Runner, prefix: int, new: int, repeat: int) -> dict[str, Any]:
     """Time to the first token of a second turn, cold and warm in turns."""
-    cold, warm, cached, full = [], [], [], []
+    cold, warm, full = [], [], []
     with PrefixCache(4 << 30) as cache:
         for _ in range(repeat + 1):
             prompt = runner.text(prefix)
             turn = (*prompt, *runner.run(prompt, cache, 16).answer, *runner.text(new))
             cold.append(runner.run(turn, None).first)
-            seen = runner.run(turn, cache)
-            warm.append(seen.first)
-            cached.append(seen.cached)
-            full.append(runner.run(turn, cache).first)
+            warm.append(runner.run(turn, cache))
+            full.append(runner.run(turn, cache))
+    faster = median(cold[1:]) / median(turn.first for turn in warm[1:])
     return {
         "prefix_tokens": prefix,
         "new_tokens": new,
-        "cached_tokens": median(cached[1:]),
-        "cold_ms": round(1e3 * median(cold[1:]), 3),
-        "warm_ms": round(1e3 * median(warm[1:]), 3),
-        "times_faster": round(median(cold[1:]) / median(warm[1:]), 2),
-        "fully_cached_ms": round(1e3 * median(full[1:]), 3),
+        "cached_tokens": median(turn.cached for turn in warm[1:]),
+        "cold_ms": in_ms(cold[1:]),
+        "warm_ms": in_ms([turn.first for turn in warm[1:]]),
+        "warm_restore_ms": in_ms([turn.found for turn in warm[1:]]),
+        "warm_forward_ms": in_ms([turn.first - turn.found for turn in warm[1:]]),
+        "times_faster": round(faster, 2),
+        "fully_cached_ms": in_ms([turn.first for turn in full[1:]]),
+        "fully_cached_restore_ms": in_ms([turn.found for turn in full[1:]]),
     }
 
 
+def in_ms(seconds: Sequence[float]) -> float:
+    """Their median."""
+    return round(1e3 * median(seconds), 3)
+
+
 def miss(runner: Runner, length: int, repeat: int) -> dict[str, Any]:
-    """What looking up a prompt that was never seen costs, and what keeping it costs."""
-    plain, kept, looked = [], [], []
+    """What a prompt that was never seen takes longer for the cache's sake, and what keeping it
+    takes once its first token is out."""
+    plain, missed = [], []
     with PrefixCache(4 << 30) as cache:
-        for _ in range(16):
-            runner.run(runner.text(length), cache)
         for _ in range(repeat + 1):
-            plain.append(runner.run(runner.text(length), None).first)
-            prompt = runner.text(length)
-            begun = time.perf_counter()
-            cache.match(NAMESPACE, prompt)
-            looked.append(time.perf_counter() - begun)
-            kept.append(runner.run(prompt, cache).kept)
-    whole = median(plain[1:])
+            plain.append(runner.run(runner.text(length), None))
+            missed.append(runner.run(runner.text(length), cache))
+    whole = median(turn.first for turn in plain[1:])
+    looked = median(turn.found for turn in missed[1:]) - median(turn.found for turn in plain[1:])
+    delayed = median(turn.delayed for turn in missed[1:])
+    kept = median(turn.kept for turn in missed[1:])
     return {
         "tokens": length,
         "prefill_ms": round(1e3 * whole, 3),
-        "look_up_ms": round(1e3 * median(looked[1:]), 4),
-        "look_up_share": round(median(looked[1:]) / whole, 5),
-        "store_ms": round(1e3 * median(kept[1:]), 3),
-        "store_share": round(median(kept[1:]) / whole, 5),
+        "look_up_ms": round(1e3 * looked, 4),
+        "stored_before_first_token_ms": round(1e3 * delayed, 3),
+        "miss_share": round((looked + delayed) / whole, 5),
+        "stored_after_first_token_ms": round(1e3 * (kept - delayed), 3),
+        "store_share": round(kept / whole, 5),
     }
 
 

@@ -114,19 +114,19 @@ def build_drafter(folder: Path, target: Path, mode: str, **changes: int) -> Path
     """A random drafter of DeepSpec's layout; its guesses are almost never right.
 
     Args:
-        mode: "dspark" (Markov and confidence heads) or "dflash" (neither).
+        mode: "dspark" (Markov and confidence heads), "dflash" (neither) or "eagle3".
         changes: sizes that differ from what fits the target.
     """
     folder.mkdir(parents=True)
+    eagle = mode == "eagle3"
     facts = json.loads((target / "config.json").read_text())
     hidden = changes.get("hidden_size", facts["hidden_size"])
     vocab = changes.get("vocab_size", facts["vocab_size"])
     rank = 8 if mode == "dspark" else 0
     config = {
-        "architectures": ["Qwen3DSparkModel"],
+        "architectures": ["Qwen3Eagle3Model" if eagle else "Qwen3DSparkModel"],
         "model_type": "qwen3",
-        "block_size": 6,
-        "mask_token_id": 1,
+        **({"ttt_length": 4} if eagle else {"block_size": 6, "mask_token_id": 1}),
         "target_layer_ids": [0],
         "num_target_layers": facts["num_hidden_layers"],
         "hidden_size": hidden,
@@ -144,7 +144,7 @@ def build_drafter(folder: Path, target: Path, mode: str, **changes: int) -> Path
         "confidence_head_with_markov": bool(rank),
     }
     (folder / "config.json").write_text(json.dumps(config))
-    shapes = _shapes(hidden, vocab, rank)
+    shapes = _eagle_shapes(hidden, vocab) if eagle else _shapes(hidden, vocab, rank)
     keys = mx.random.split(mx.random.key(3), len(shapes))
     weights = {
         name: mx.random.normal(shape, key=key)
@@ -154,13 +154,14 @@ def build_drafter(folder: Path, target: Path, mode: str, **changes: int) -> Path
     return folder
 
 
-def _shapes(hidden: int, vocab: int, rank: int) -> dict[str, tuple[int, ...]]:
-    layer = {
+def _layer_shapes(hidden: int, inputs: int) -> dict[str, tuple[int, ...]]:
+    """A layer whose queries, keys and values read `inputs` numbers."""
+    layer: dict[str, tuple[int, ...]] = {
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (64, hidden),
-        "self_attn.k_proj": (32, hidden),
-        "self_attn.v_proj": (32, hidden),
+        "self_attn.q_proj": (64, inputs),
+        "self_attn.k_proj": (32, inputs),
+        "self_attn.v_proj": (32, inputs),
         "self_attn.o_proj": (hidden, 64),
         "self_attn.q_norm": (32,),
         "self_attn.k_norm": (32,),
@@ -168,10 +169,21 @@ def _shapes(hidden: int, vocab: int, rank: int) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (32, hidden),
         "mlp.down_proj": (hidden, 32),
     }
-    shapes: dict[str, tuple[int, ...]] = {
-        f"layers.0.{name}.weight": shape for name, shape in layer.items()
+    return {f"layers.0.{name}.weight": shape for name, shape in layer.items()}
+
+
+def _eagle_shapes(hidden: int, vocab: int) -> dict[str, tuple[int, ...]]:
+    return _layer_shapes(hidden, 2 * hidden) | {
+        "layers.0.hidden_norm.weight": (hidden,),
+        "fc.weight": (hidden, hidden),
+        "norm.weight": (hidden,),
+        "embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
     }
-    shapes |= {
+
+
+def _shapes(hidden: int, vocab: int, rank: int) -> dict[str, tuple[int, ...]]:
+    shapes = _layer_shapes(hidden, hidden) | {
         "fc.weight": (hidden, hidden),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),

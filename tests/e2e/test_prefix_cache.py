@@ -22,37 +22,42 @@ CODE = "".join(
     for name in ("add", "double", "power", "shift", "scale")
     for sign in ("+", "*", "-", "**")
 )
-CASES = [
-    (target, mode)
-    for target in ("dense", "quantised", "window", "wide", "hybrid")
-    for mode in ("baseline", "lookup", "dspark", "dflash")
-]
+TARGETS = ("dense", "quantised", "window", "wide", "hybrid")
+MODES = ("baseline", "lookup", "dspark", "dflash", "eagle3", "dspark+lookup")
+CASES = [(target, mode) for target in TARGETS for mode in MODES]
+QUICK = [("dense", "dflash"), ("wide", "dspark"), ("hybrid", "eagle3")]
 TRAINED = [("trained", "dspark"), ("trained", "dflash")]
+WIDE_WINDOW, WIDE_RING = 96, 128
 
 Load = Callable[..., Engine]
 
 
-def _slow(target: str) -> Any:
-    return pytest.param(target, marks=pytest.mark.slow)
+def _slow(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
-def load(folders: Callable[[str], Path]) -> Iterator[Load]:
-    """Engines by target, mode and bytes for prefixes (None: no cache), loaded once."""
+def load(
+    folders: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Load]:
+    """Engines by target, mode, bytes for prefixes (None: no cache) and on disk, loaded once."""
     with ExitStack() as stack:
 
         @cache
-        def make(target: str, mode: str, ram: int | None) -> Engine:
+        def make(target: str, mode: str, ram: int | None, disk: int = 0) -> Engine:
             name = "dense" if target == "quantised" else target
-            trained = mode in ("dspark", "dflash")
+            drafts, _, lookup = mode.partition("+")
+            trained = drafts not in ("baseline", "lookup")
+            folder = tmp_path_factory.mktemp("kept") if disk else None
             return stack.enter_context(
                 Engine.load(
                     folders(name),
-                    mode=mode,  # type: ignore[arg-type]
-                    drafter=folders(f"{name}:{mode}") if trained else None,
+                    mode=drafts,  # type: ignore[arg-type]
+                    drafter=folders(f"{name}:{drafts}") if trained else None,
+                    lookup_drafts=bool(lookup),
                     dtype="float32",
                     kv_bits=8 if target == "quantised" else None,
-                    prefix_cache=None if ram is None else CacheOptions(ram),
+                    prefix_cache=None if ram is None else CacheOptions(ram, disk, folder),
                 )
             )
 
@@ -122,8 +127,52 @@ def test_warm_equals_cold_while_much_is_evicted(load: Load, target: str) -> None
     assert seen.ram_bytes <= small
 
 
-def converse(cold: Engine, warm: Engine, *, turns: int, seed: int) -> float:
-    """Hold three conversations with both engines; the share of prompt tokens that were reused."""
+@pytest.mark.parametrize(
+    ("target", "mode"), [*QUICK, *(_slow(*case) for case in CASES if case not in QUICK)]
+)
+def test_warm_equals_cold_while_memory_holds_a_row_and_the_disk_the_rest(
+    load: Load, target: str, mode: str
+) -> None:
+    small = 1 << (18 if target in ("dense", "quantised") else 20)
+    cold, warm = load(target, mode, None), load(target, mode, small, 1 << 26)
+    assert converse(cold, warm, turns=12, seed=4, forget=False) > 0.4
+    assert warm.cache is not None
+    seen = warm.cache.stats()
+    assert seen.evicted_ram
+    assert seen.loaded
+    assert not seen.damaged
+    assert not seen.disk_off
+
+
+@pytest.mark.parametrize("mode", ["dspark", *map(_slow, [m for m in MODES if m != "dspark"])])
+def test_warm_equals_cold_before_and_after_a_ring_wraps(load: Load, mode: str) -> None:
+    """Conversations that begin well within the window, and grow beyond the whole ring."""
+    cold, warm = load("wide", mode, None), load("wide", mode, LARGE)
+    chance = random.Random(8)
+    words = [*cold.tokeniser.encode(CODE).ids]
+    lengths, cached = [], []
+    for talk in range(3):
+        tokens = words[40 * talk : 40 * talk + chance.randrange(25, 40)]
+        while len(tokens) < WIDE_RING + 40:
+            turn = len(lengths)
+            prompt, sampling = Prompt(tuple(tokens)), sampling_of(turn)
+            answers = [e.generate(prompt, sampling=sampling, max_tokens=6) for e in (warm, cold)]
+            assert same(*answers), (turn, answers)
+            lengths.append(len(prompt.ids))
+            cached.append(answers[0].statistics.cached_tokens)
+            tokens = [*tokens, *answers[1].token_ids, *words[turn : turn + chance.randrange(3, 17)]]
+    assert any(
+        0 < seen < length < WIDE_WINDOW for length, seen in zip(lengths, cached, strict=True)
+    )
+    assert any(WIDE_WINDOW < seen < WIDE_RING for seen in cached)
+    assert any(seen > WIDE_RING for seen in cached)
+
+
+def converse(cold: Engine, warm: Engine, *, turns: int, seed: int, forget: bool = True) -> float:
+    """Hold three conversations with both engines; the share of prompt tokens that were reused.
+
+    Half-way, the cache is emptied, if it is to `forget`.
+    """
     assert cold.cache is None
     assert warm.cache is not None
     chance = random.Random(seed)
@@ -132,7 +181,7 @@ def converse(cold: Engine, warm: Engine, *, turns: int, seed: int) -> float:
     talks = [Conversation(chance, system, words) for _ in range(3)]
     asked = reused = 0
     for turn in range(turns):
-        if turn == turns // 2:
+        if forget and turn == turns // 2:
             warm.cache.clear()
         talk = chance.choice(talks)
         prompt, sampling = Prompt(talk.ask()), sampling_of(turn)
