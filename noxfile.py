@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -42,6 +41,9 @@ nox.options.sessions = [
     "bench",
     "vlm",
 ]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+if any(map(shutil.which, BROWSERS)):
+    nox.options.sessions.append("page")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # With another BLAS than the wheel's, sums depend on the number of rows, and near-ties may differ.
@@ -91,16 +93,17 @@ def sync_workspace(session: nox.Session, *arguments: str) -> None:
     sync(session, "--group", BACKEND, *arguments)
 
 
-def tool(session: nox.Session, *command: str) -> None:
-    """Run a command of the group `lint` from an environment of its own."""
+def tool(session: nox.Session, *command: str, group: str = "lint") -> None:
+    """Run a command of a group from an environment of its own."""
+    home = ROOT / ".nox" / ("tools" if group == "lint" else f"tools-{group}")
     session.run(
         "uv",
         "run",
         "--quiet",
         "--locked",
-        "--only-group=lint",
+        f"--only-group={group}",
         *command,
-        env={"UV_PROJECT_ENVIRONMENT": str(ROOT / ".nox" / "tools")},
+        env={"UV_PROJECT_ENVIRONMENT": str(home)},
         external=True,
     )
 
@@ -158,20 +161,33 @@ def lowest(session: nox.Session, package: str) -> None:
 
 @nox.session(python=FLOOR)
 def wheel(session: nox.Session) -> None:
-    """Build every sdist and wheel; install each wheel alone, import all of it, run its commands."""
+    """Build every sdist and wheel and look inside; install each wheel alone, import all of it, run
+    its commands."""
+    dist = build_all(session)
+    tool(session, "python", "tools/inspect_dist.py", str(dist), *PACKAGES)
+    for name in PACKAGES:
+        try_wheel(session, name, wheel_of(dist, name), dist / "siblings.txt")
+
+
+def build_all(session: nox.Session) -> Path:
+    """A folder with every sdist and wheel, and constraints that pin the packages to them."""
     dist = Path(session.create_tmp()).resolve() / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     session.run(
         *("uv", "build", "--quiet", "--all-packages", "--no-sources", "--out-dir", str(dist)),
         external=True,
     )
-    wheels = {name: only(dist.glob(f"{name.replace('-', '_')}-*.whl")) for name in PACKAGES}
-    # Siblings are pinned to these files: an index may know the same names for something else.
-    siblings = dist / "siblings.txt"
-    siblings.write_text("".join(f"{name} @ {path.as_uri()}\n" for name, path in wheels.items()))
-    for name, path in wheels.items():
-        only(dist.glob(f"{path.name.split('-')[0]}-*.tar.gz"))
-        try_wheel(session, name, path, siblings)
+    # An index may know the same names for something else.
+    pins = [f"{name} @ {wheel_of(dist, name).as_uri()}\n" for name in PACKAGES]
+    (dist / "siblings.txt").write_text("".join(pins))
+    return dist
+
+
+def wheel_of(dist: Path, package: str) -> Path:
+    """A package's wheel in a folder, which also holds its sdist."""
+    name = package.replace("-", "_")
+    only(dist.glob(f"{name}-*.tar.gz"))
+    return only(dist.glob(f"{name}-*.whl"))
 
 
 def only(paths: Iterable[Path]) -> Path:
@@ -213,7 +229,17 @@ def docs(session: nox.Session) -> None:
 def e2e(session: nox.Session) -> None:
     """All packages together, from the outside."""
     sync_workspace(session, "--group", "e2e")
-    pytest(session, "tests", "--ignore=tests/docs")
+    pytest(session, "tests", "--ignore=tests/docs", "--ignore=tests/page")
+
+
+@nox.session(python=FLOOR)
+def page(session: nox.Session) -> None:
+    """The page at `/` in a headless Chromium; part of a plain `nox` where there is one.
+
+    `SPEC_PICTURES=docs/images nox -s page` takes the documentation's pictures anew.
+    """
+    sync_workspace(session, "--group", "e2e")
+    pytest(session, "tests/page")
 
 
 @nox.session(python=FLOOR, allow_parallel=False)
@@ -243,21 +269,19 @@ def slow(session: nox.Session) -> None:
     pytest(session, "-m", "slow", "packages", "tests")
 
 
-def version_of(package: str) -> str:
-    """The version in a package's pyproject."""
-    text = (ROOT / "packages" / package / "pyproject.toml").read_text()
-    return str(tomllib.loads(text)["project"]["version"])
-
-
 @nox.session(python=FLOOR)
 def release(session: nox.Session) -> None:
-    """`nox -s release -- spec-core`: tag, version and changelog agree; builds into dist/."""
-    for package in session.posargs or session.error("name the packages to release"):
-        version = version_of(package)
-        changelog = (ROOT / "packages" / package / "CHANGELOG.md").read_text()
-        if f"\n## [{version}]" not in changelog:
-            session.error(f"packages/{package}/CHANGELOG.md has no heading '## [{version}]'")
-        tags = session.run("git", "tag", "--points-at", "HEAD", external=True, silent=True) or ""
-        if f"{package}-v{version}" not in tags.split():
-            session.error(f"HEAD has no tag {package}-v{version}; found {tags.split()}")
-        session.run("uv", "build", "--no-sources", "--package", package, external=True)
+    """`nox -s release -- spec-core`: may it be released? Then builds, inspects and tries it."""
+    packages = session.posargs or session.error("name the packages to release")
+    if unknown := set(packages) - set(PACKAGES):
+        session.error(f"{', '.join(unknown)}: no such package; there are {', '.join(PACKAGES)}")
+    tool(session, "python", "tools/check_release.py", *packages)
+    built = build_all(session)
+    tool(session, "python", "tools/inspect_dist.py", str(built), *packages)
+    for package in packages:
+        files = sorted(built.glob(f"{package.replace('-', '_')}-*"))
+        tool(session, "twine", "check", "--strict", *map(str, files), group="release")
+        try_wheel(session, package, wheel_of(built, package), built / "siblings.txt")
+        for file in files:
+            (ROOT / "dist").mkdir(exist_ok=True)
+            session.log(f"ready: {shutil.copy2(file, ROOT / 'dist')}")

@@ -17,6 +17,7 @@ from pathlib import Path
 # What a package must bring besides its modules, as globs below its import package.
 DATA = {
     "spec-drafters": ["pairs.toml"],
+    "spec-server": ["http/page/index.html", "http/page/style.css", "http/page/page.js"],
     "spec-cli": [
         "models/spec-tiny/*.safetensors",
         "models/spec-tiny/*.json",

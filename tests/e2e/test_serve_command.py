@@ -59,6 +59,15 @@ def test_print_config_reads_back_and_hides_keys(tmp_path: Path) -> None:
     assert again["memory-limit"] == 2 * 2**30
 
 
+def test_the_page_can_be_switched_off_everywhere(tmp_path: Path) -> None:
+    file = tmp_path / "spec.toml"
+    file.write_text("no-page = true\n")
+    assert config()["no-page"] is False
+    assert config("--no-page")["no-page"] is True
+    assert config("--config", str(file))["no-page"] is True
+    assert config(environment={"SPEC_NO_PAGE": "1"})["no-page"] is True
+
+
 @pytest.mark.parametrize(
     ("text", "mentions"),
     [("prot = 1", "prot"), ("port = 'x'", "port"), ("[port]\na = 1", "port"), ("port", "TOML")],

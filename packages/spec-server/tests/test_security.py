@@ -135,9 +135,9 @@ def test_keys(make: Make) -> None:
         answer = client.post(CHAT, json=BODY, headers=headers)
         assert code(answer) == (401, "invalid_api_key")
         assert answer.headers["www-authenticate"] == "Bearer"
-    for path in ("/", "/v1/models", "/metrics", "/v1/models/x", "/nowhere"):
+    for path in ("/v1/models", "/metrics", "/v1/models/x", "/nowhere"):
         assert client.get(path).status_code == 401
-    for path in ("/health", "/readyz"):
+    for path in ("/health", "/readyz", "/"):
         assert client.get(path).status_code == 200
     assert client.head("/").status_code == 200
 

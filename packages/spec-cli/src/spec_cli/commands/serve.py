@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -102,6 +103,9 @@ http_options = apply(
         "localhost are always allowed.",
     ),
     click.option(
+        "--no-page", is_flag=True, help="Serve no page for people at /; only what programs use."
+    ),
+    click.option(
         "--max-tokens", type=int, help="Budget where a request names none. [default: the context]"
     ),
     click.option(
@@ -192,7 +196,8 @@ def serve(context: click.Context, /, **options: Any) -> None:
     )
     settings, limits, cache = _settings(options), _limits(options), _cache(options)
     _announce(options, settings)
-    run(lambda: _engine(options, limits, cache), settings, listen, ready=_ready)
+    ready = partial(_ready, page=settings.page)
+    run(lambda: _engine(options, limits, cache), settings, listen, ready=ready)
     click.echo("spec: the server has stopped", err=True)
 
 
@@ -213,6 +218,7 @@ def _settings(options: dict[str, Any]) -> ServerSettings:
         stall_seconds=options["stall_seconds"],
         max_choices=options["max_choices"],
         default_max_tokens=options["max_tokens"],
+        page=not options["no_page"],
     )
 
 
@@ -251,7 +257,7 @@ def _announce(options: dict[str, Any], settings: ServerSettings) -> None:
         )
 
 
-def _ready(engine: Engine, address: str) -> None:
+def _ready(engine: Engine, address: str, *, page: bool) -> None:
     """Say on stderr, whatever the log level, what is served, where, and how it ends."""
     facts, labels = engine.facts, engine.facts.labels
     for fallback in labels.fallbacks:
@@ -261,7 +267,8 @@ def _ready(engine: Engine, address: str) -> None:
         f"spec: serving {facts.model.rstrip('/').rpartition('/')[2]} at {address}/v1 "
         f"(mode {labels.mode}, drafter {labels.drafter or 'none'}{drafts}, "
         f"context {facts.context_window}, {facts.dtype}, "
-        f"prefix cache {'off' if engine.cache is None else 'on'}); "
+        f"prefix cache {'off' if engine.cache is None else 'on'}"
+        f"{f', page at {address}/' if page else ''}); "
         f"Ctrl-C or `kill {os.getpid()}` stops it",
         err=True,
     )

@@ -23,8 +23,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("spec_server.access")
 
 _KEY = "spec_server.report"
+_PROBES = frozenset(("/health", "/readyz", "/metrics"))
+"""What programs ask again and again: logged at debug level, unless it fails."""
+
 _GONE = 499
 """What logs call a request whose client left."""
+
+
+def path_inside(scope: Scope) -> str:
+    """The request's path within the app, which may be mounted below a prefix."""
+    path: str = scope["path"]
+    return path[len(scope.get("root_path", "")) :] or "/"
 
 
 class Report:
@@ -83,6 +92,11 @@ class Report:
         """An error was sent, perhaps inside a stream."""
         self._facts["error"] = error.code or error.type
 
+    def level(self, scope: Scope) -> int:
+        """At which level it is logged."""
+        probe = path_inside(scope) in _PROBES and self.status < 400
+        return logging.DEBUG if probe else logging.INFO
+
     def line(self, scope: Scope) -> str:
         """The log line."""
         milliseconds = (time.perf_counter() - self._began) * 1e3
@@ -134,7 +148,7 @@ class Access:
         except Exception as error:
             await self._refuse(as_api_error(error), report, scope, receive, answer)
         finally:
-            log.info("%s", report.line(scope))
+            log.log(report.level(scope), "%s", report.line(scope))
 
     async def _refuse(
         self, error: ApiError, report: Report, scope: Scope, receive: Receive, send: Send

@@ -18,6 +18,7 @@ from spec_server.http.replies import json_response
 from spec_server.http.security import Gate
 from spec_server.http.service import EngineSlot, Service
 from spec_server.http.settings import ServerSettings
+from spec_server.http.webpage import web_page
 
 
 def create_app(engine: Engine | EngineSlot, settings: ServerSettings | None = None) -> Starlette:
@@ -65,7 +66,10 @@ class Pages:
         self._service = service
 
     async def root(self, request: Request) -> Response:
-        """A pointer for people; agents probe it with HEAD."""
+        """The page for people, or a pointer; agents probe it with HEAD."""
+        if self._service.settings.page:
+            page = web_page()
+            return Response(page.text, media_type="text/html", headers=dict(page.headers))
         text = (
             "spec-server: an OpenAI-compatible server.\n"
             "POST v1/chat/completions, v1/completions; GET v1/models, health, readyz, metrics\n"

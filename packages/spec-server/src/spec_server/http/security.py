@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from spec_server.http.access import Report
+from spec_server.http.access import Report, path_inside
 from spec_server.http.errors import ApiError
 from spec_server.http.settings import ServerSettings
 
@@ -35,6 +35,7 @@ class Gate:
         self._app = app
         self._settings = settings
         self._keys = [key.encode() for key in settings.api_keys]
+        self._open_at_root = ("HEAD", "GET") if settings.page else ("HEAD",)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,7 +75,7 @@ class Gate:
         }
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        path = scope["path"][len(scope.get("root_path", "")) :] or "/"
+        path = path_inside(scope)
         if path in OPEN_PATHS:
             return
         host = headers.get("host", "")
@@ -88,7 +89,7 @@ class Gate:
         origin = headers.get("origin")
         if origin is not None and not self._origin_allowed(origin, scope, host):
             raise _forbidden_origin(origin)
-        if self._keys and not (scope["method"] == "HEAD" and path == "/"):
+        if self._keys and not (path == "/" and scope["method"] in self._open_at_root):
             self._check_key(headers)
 
     def _host_allowed(self, host: str) -> bool:

@@ -13,7 +13,7 @@ class ServerSettings:
 
     Attributes:
         served_names: names, besides the model's own, that a request may ask for.
-        api_keys: if there are any, every route but the health checks needs one of them.
+        api_keys: if there are any, every route but the health checks and the page needs one.
         cors_origins: pages of these origins may use the server from a browser.
         allowed_hosts: names in the Host header besides addresses and localhost; "*" allows any.
         max_body_bytes: the largest request body.
@@ -22,6 +22,7 @@ class ServerSettings:
         stall_seconds: without progress for so long, a busy engine is reported as not ready.
         max_choices: the most answers of one request (n times prompts).
         default_max_tokens: where a request names no budget; None: what the context has room for.
+        page: serve the page for people at `/`, without a key: it holds nothing secret.
 
     Raises:
         InvalidValueError: a value is out of range.
@@ -37,6 +38,7 @@ class ServerSettings:
     stall_seconds: float = 120.0
     max_choices: int = 16
     default_max_tokens: int | None = None
+    page: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_choices"):
