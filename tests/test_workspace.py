@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
@@ -41,12 +42,23 @@ def test_all_six_packages_are_here() -> None:
     assert list(PACKAGES) == [f"spec-{layer}" for layer in layers]
 
 
+def next_breaking(version: Version) -> Version:
+    """The first version after this one that may break something: 0.2 after 0.1.5, 3 after 2.4."""
+    return Version(str(version.major + 1) if version.major else f"0.{version.minor + 1}")
+
+
 @each_package
-def test_a_range_of_siblings_admits_the_version_that_is_here(name: str) -> None:
-    siblings = [r for r in requirements(name) if r.name in PACKAGES]
-    wrong = [str(r) for r in siblings if not r.specifier.contains(project(r.name)["version"])]
-    unbounded = [str(r) for r in siblings if not {s.operator for s in r.specifier} >= {">=", "<"}]
-    assert (wrong, unbounded) == ([], [])
+def test_ranges_of_siblings_follow_the_policy(name: str) -> None:
+    """`>=LOW,<NEXT`: NEXT breaks what is here, LOW does not lie above it, extras say the same."""
+    ranges: dict[str, set[str]] = {}
+    for requirement in (r for r in requirements(name) if r.name in PACKAGES):
+        here = Version(project(requirement.name)["version"])
+        bounds = {s.operator: Version(s.version) for s in requirement.specifier}
+        assert set(bounds) == {">=", "<"}, str(requirement)
+        assert bounds["<"] == next_breaking(here), f"{requirement}: {here} is here"
+        assert bounds[">="] <= here, f"{requirement}: {here} is here"
+        ranges.setdefault(requirement.name, set()).add(str(requirement.specifier))
+    assert {sibling: said for sibling, said in ranges.items() if len(said) > 1} == {}
 
 
 @each_package
