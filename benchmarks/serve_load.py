@@ -2,18 +2,18 @@
 
     python benchmarks/serve_load.py --requests 2000 --clients 16 --out result.json
 
-Every distinct request is asked once, alone; then clients pick from them at random, some as
-streams, some of which hang up in the middle. An answer that differs from the one given alone, a
-request without an answer, or a status other than 200 and 429 counts against the server. (429 is
-tried again, as SDKs do.) The server's memory is read along the way.
+Every distinct request is asked once, alone; then clients pick from them at random, pause now and
+then, take half of the answers as streams, and hang up on some: in a stream, or while they wait. An
+answer that differs from the one given alone, a request without an answer, or a status other than
+200 and 429 counts against the server. (429 is tried again, as SDKs do.) The server's memory is
+read along the way, and at the end how many rounds of a long answer pass before a short request
+that arrives in their midst has its first token.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import re
 import socket
@@ -51,6 +51,12 @@ SAMPLERS: tuple[dict[str, Any], ...] = (
     {"temperature": 1, "seed": 5, "logit_bias": {"300": 2}},
 )
 BUDGETS = (1, 2, 5, 9, 16, 24, 40)
+LEAVE = 0.15
+"""How many requests are hung up on."""
+PAUSES = (0.0, 0.0, 0.0, 0.02, 0.1)
+"""Seconds that a client may wait before its next request."""
+ENDLESS = {"logit_bias": {"0": -100, "2": -100}}
+"""Bans the bundled pair's end tokens."""
 
 
 @dataclass(slots=True)
@@ -73,15 +79,24 @@ class Client:
     port: int
 
     def ask(self, body: Mapping[str, Any], leave_after: int | None = None) -> tuple[int, Any]:
-        """Status and answer; None for an answer that was not waited for."""
+        """Status (0: it was not waited for) and answer (None: likewise).
+
+        Args:
+            body: the request.
+            leave_after: hang up after so many lines of a stream, or so many hundredths of a
+                second where the answer comes as a whole.
+        """
         connection = HTTPConnection(self.host, self.port, timeout=300)
         try:
             raw = json.dumps(body)
             connection.request(
                 "POST", "/v1/chat/completions", raw, {"content-type": "application/json"}
             )
+            if leave_after is not None and not body.get("stream"):
+                time.sleep(leave_after / 100)
+                return 0, None
             response = connection.getresponse()
-            if leave_after is not None:
+            if leave_after is not None and response.status == 200:
                 for _ in range(leave_after):
                     response.readline()
                 return response.status, None
@@ -174,14 +189,16 @@ def _one(
 ) -> None:
     """One request, and its answer compared."""
     index = rng.randrange(len(bodies))
-    stream, leaves = rng.random() < 0.5, rng.random() < 0.1
+    stream, leaves = rng.random() < 0.5, rng.random() < LEAVE
+    time.sleep(rng.choice(PAUSES))
     body = dict(bodies[index])
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     while True:
-        status, answer = client.ask(body, rng.randint(0, 6) if leaves and stream else None)
-        with lock:
-            report.statuses[status] += 1
+        status, answer = client.ask(body, rng.randint(0, 6) if leaves else None)
+        if status:
+            with lock:
+                report.statuses[status] += 1
         if status != 429:
             break
         time.sleep(0.05)
@@ -247,58 +264,140 @@ def active(host: str, port: int) -> int:
     return int(facts["running"] + facts["waiting"])
 
 
+class Watch:
+    """Reads a process's memory every second, in the background."""
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self.sizes: list[int] = []
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _read(self) -> None:
+        while not self._ended.wait(1.0):
+            self.sizes.append(resident(self._process))
+
+
+def rounds_before_the_first_token(port: int, repeats: int) -> list[int]:
+    """How many chunks of a 400-token answer come between a short request and its first text.
+
+    A chunk of the long answer is a round. The one that runs when the request arrives counts.
+    """
+    return [_rounds_before(port, number) for number in range(repeats)]
+
+
+def _rounds_before(port: int, number: int) -> int:
+    """One long answer, and one short request in its midst."""
+    times: list[float] = []
+    begun = threading.Event()
+
+    def long() -> None:
+        for _ in _texts(port, f"Tell me about the sea, part {number}.", 400):
+            times.append(time.perf_counter())
+            if len(times) == 10:
+                begun.set()
+
+    thread = threading.Thread(target=long)
+    thread.start()
+    begun.wait(120)
+    time.sleep(0.01 * (number % 5))
+    sent = time.perf_counter()
+    texts = _texts(port, f"Hello number {number}", 8)
+    next(texts)
+    seen = time.perf_counter()
+    for _ in texts:
+        pass
+    thread.join()
+    assert seen < times[-1], "the long answer ended before the short one began"
+    return sum(sent < at <= seen for at in times)
+
+
+def _texts(port: int, prompt: str, tokens: int) -> Iterator[str]:
+    """The texts of a stream, as they come."""
+    body = {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "enable_thinking": False,
+        "stream": True,
+        **ENDLESS,
+    }
+    connection = HTTPConnection("127.0.0.1", port, timeout=300)
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"}
+    )
+    for line in iter(connection.getresponse().readline, b""):
+        if line.startswith(b"data: {"):
+            text = json.loads(line[6:])["choices"][0]["delta"]["content"]
+            if text:
+                yield text
+    connection.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--kinds", type=int, default=160, help="distinct requests")
-    parser.add_argument("--parts", type=int, default=4, help="memory is read after each")
-    parser.add_argument("--serve", default="", help="options of spec serve")
+    parser.add_argument("--mode", default="dspark")
+    parser.add_argument("--serve", default="", help="more options of spec serve")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    arguments = ["--dtype", "float32", "--cpu-blas", "bundled", *options.serve.split()]
-    memory, reports = [], []
-    with served(arguments) as (host, port, process):
+    arguments = ["--dtype", "float32", "--cpu-blas", "bundled", "--mode", options.mode]
+    with served([*arguments, *options.serve.split()]) as (host, port, process):
         began = time.perf_counter()
-        for part in range(options.parts):
-            count = options.requests // options.parts
-            reports.append(
-                drive(host, port, count, options.clients, kinds=options.kinds, seed=part)
-            )
-            memory.append(resident(process))
-            print(f"part {part}: {reports[-1].statuses}, {memory[-1] >> 20} MiB", file=sys.stderr)
+        with Watch(process) as watch:
+            report = drive(host, port, options.requests, options.clients, kinds=options.kinds)
         seconds = time.perf_counter() - began
         while active(host, port):
             time.sleep(0.05)
-    result = _summary(options, reports, memory, seconds)
+        rounds = rounds_before_the_first_token(port, 20)
+    result = _summary(options, report, watch.sizes, seconds) | {
+        "rounds_before_the_first_token": {"median": median(rounds), "most": max(rounds)}
+    }
     print(json.dumps(result, indent=2))
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=2) + "\n")
-    sys.exit(bool(result["wrong"]))
+    sys.exit(bool(result["wrong"] or result["lost"]))
 
 
 def _summary(
-    options: argparse.Namespace, reports: Sequence[Report], memory: Sequence[int], seconds: float
+    options: argparse.Namespace, report: Report, memory: Sequence[int], seconds: float
 ) -> dict[str, Any]:
-    ttft = sorted(t for report in reports for t in report.first_token_seconds)
-    statuses: Counter[int] = Counter()
-    for report in reports:
-        statuses.update(report.statuses)
-    wrong = [one for report in reports for one in report.wrong]
+    from harness import stamp
+
+    ttft = sorted(report.first_token_seconds)
+    answered = report.completed + report.left + len(report.wrong)
     return {
-        "machine": {"system": platform.platform(), "cores": os.cpu_count()},
-        "serve": options.serve,
+        **stamp(),
+        "mode": options.mode,
         "clients": options.clients,
-        "completed": sum(r.completed for r in reports),
-        "left": sum(r.left for r in reports),
-        "wrong": len(wrong),
-        "examples": wrong[:3],
-        "statuses": dict(statuses),
-        "tokens": sum(r.tokens for r in reports),
+        "requests": options.requests,
+        "completed": report.completed,
+        "hung_up": report.left,
+        "wrong": len(report.wrong),
+        "lost": options.requests - answered,
+        "examples": report.wrong[:3],
+        "statuses": dict(report.statuses),
+        "tokens": report.tokens,
         "seconds": round(seconds, 1),
         "ttft_ms": {"median": round(median(ttft) * 1e3, 1), "p95": _p95(ttft)} if ttft else {},
-        "resident_mib": [n >> 20 for n in memory],
+        "resident_mib": _tenths([n >> 20 for n in memory]),
     }
+
+
+def _tenths(values: Sequence[int]) -> list[int]:
+    """The median of each tenth of a run."""
+    size = max(len(values) // 10, 1)
+    return [int(median(values[i : i + size])) for i in range(0, size * 10, size) if values[i:]]
 
 
 def _p95(values: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -42,7 +42,7 @@ TOOLS_TEMPLATE = (
 )
 
 Serve = Callable[..., Any]
-"""(target, mode, limits=None) to a running `live.Live`."""
+"""(target, mode, limits=None, max_draft=None) to a running `live.Live`."""
 
 
 def shared(name: str) -> ModuleType:
@@ -85,19 +85,34 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_curves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What rounds cost is measured here, in a hurry, and kept nowhere else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPEC_CURVES_DIR", str(tmp_path_factory.mktemp("curves")))
+        patch.setattr("spec_server.calibration.BUDGET_SECONDS", 0.5)
+        yield
+
+
 @pytest.fixture(scope="session")
 def serve(folders: Callable[[str], Path]) -> Iterator[Serve]:
     """Start a server, or give the one that runs."""
     with ExitStack() as stack:
 
         @cache
-        def start(target: str, mode: str, limits: Limits | None = None) -> Any:
+        def start(
+            target: str,
+            mode: str,
+            limits: Limits | None = None,
+            max_draft: Literal["auto"] | None = None,
+        ) -> Any:
             trained = mode in ("dspark", "dflash")
             engine = stack.enter_context(
                 Engine.load(
                     folders(target),
                     mode=mode,  # type: ignore[arg-type]
                     drafter=folders(f"{target}:{mode}") if trained else None,
+                    max_draft=max_draft,
                     dtype="float32",
                     limits=limits or Limits(max_batch=4),
                     prefix_cache=CacheOptions(64 << 20),

@@ -88,27 +88,46 @@ def check_lossless(serve: Serve, kind: str, mode: str, count: int, caps: list[in
 
 
 drafting = pytest.mark.parametrize("mode", ["lookup", "dspark", "dflash"])
+every_kind = pytest.mark.parametrize("kind", ["dense", "window", "hybrid"])
+dense_at_least = pytest.mark.parametrize(
+    "kind",
+    ["dense", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("window", "hybrid"))],
+)
+"""The other two belong to the slow tests."""
 
 
 @drafting
-@pytest.mark.parametrize("kind", ["dense", "window", "hybrid"])
+@every_kind
 def test_1_lossless_on_three_cache_kinds(serve: Serve, kind: str, mode: str) -> None:
     check_lossless(serve, kind, mode, 2, [2, None])
 
 
 @pytest.mark.slow
 @drafting
-@pytest.mark.parametrize("kind", ["dense", "window", "hybrid"])
+@every_kind
 def test_1_lossless_at_every_draft_length(serve: Serve, kind: str, mode: str) -> None:
     check_lossless(serve, kind, mode, 20, [1, 2, 4, 7, 16, None])
+
+
+@pytest.mark.slow
+@drafting
+@every_kind
+def test_1_lossless_with_lengths_that_the_engine_chooses(
+    serve: Serve, kind: str, mode: str
+) -> None:
+    plain, server = serve(kind, "baseline"), serve(kind, mode, max_draft="auto")
+    for prompt in prompts(6):
+        body = {"prompt": prompt, "max_tokens": 64, **ENDLESS}
+        assert written(server, body) == written(plain, body)
 
 
 # ------------------------------------------------------------------ 2: penalties
 
 
 @drafting
-def test_2_penalties_under_speculation(serve: Serve, mode: str) -> None:
-    plain, server = serve("dense", "baseline"), serve("dense", mode)
+@every_kind
+def test_2_penalties_under_speculation(serve: Serve, kind: str, mode: str) -> None:
+    plain, server = serve(kind, "baseline"), serve(kind, mode)
     variants: list[dict[str, float]] = [
         {},
         {"frequency_penalty": 0.8},
@@ -181,8 +200,9 @@ def test_4_characters_over_several_tokens(serve: Serve, mode: str) -> None:
 # ------------------------------------------------------------------ 5: usage
 
 
-def test_5_the_usage_chunk(serve: Serve, mode: str) -> None:
-    server = serve("dense", mode)
+@every_kind
+def test_5_the_usage_chunk(serve: Serve, kind: str, mode: str) -> None:
+    server = serve(kind, mode)
     body = user("count", max_tokens=20, **ENDLESS)
     chunks = stream(server, CHAT, {**body, "stream_options": {"include_usage": True}})
     (last,) = [c for c in chunks if c["usage"] is not None]
@@ -222,11 +242,12 @@ def active(server: Any) -> int:
     return int(facts["running"] + facts["waiting"])
 
 
-def test_6_clients_that_leave(serve: Serve, mode: str) -> None:
-    server = serve("dense", mode)
+@dense_at_least
+def test_6_clients_that_leave(serve: Serve, kind: str, mode: str) -> None:
+    server = serve(kind, mode)
     body = {"prompt": "still there?", "max_tokens": 12, **ENDLESS}
-    expected = written(serve("dense", "baseline"), body)
-    for number in range(8):
+    expected = written(serve(kind, "baseline"), body)
+    for number in range(8 if kind == "dense" else 4):
         leave(server, number)
         shared("live").eventually(lambda: active(server) == 0)
         assert written(server, body) == expected
@@ -251,8 +272,9 @@ def test_6_memory_stays_flat(serve: Serve, mode: str) -> None:
 # ------------------------------------------------------------------ 7: context
 
 
-def test_7_context_overflow(serve: Serve, mode: str) -> None:
-    server = serve("dense", mode, Limits(max_batch=4, context_window=256))
+@dense_at_least
+def test_7_context_overflow(serve: Serve, kind: str, mode: str) -> None:
+    server = serve(kind, mode, Limits(max_batch=4, context_window=256))
     for body in ({"prompt": "x" * 400, "max_tokens": 9}, {"prompt": "x" * 256}):
         for streamed in (False, True):
             error = post(server, TEXT, {**body, "stream": streamed}, 400)["error"]
@@ -262,14 +284,14 @@ def test_7_context_overflow(serve: Serve, mode: str) -> None:
     body = {"prompt": "x" * 250, "max_tokens": 100, **ENDLESS}
     tokens, reason = written(server, body)
     assert (len(tokens), reason) == (6, "length")
-    plain = serve("dense", "baseline", Limits(max_batch=4, context_window=256))
+    plain = serve(kind, "baseline", Limits(max_batch=4, context_window=256))
     assert (tokens, reason) == written(plain, body)
 
 
 # ------------------------------------------------------------------ 8: reuse
 
 
-@pytest.mark.parametrize("kind", ["dense", "window", "hybrid"])
+@every_kind
 def test_8_the_second_identical_request_hits(serve: Serve, kind: str, mode: str) -> None:
     server, fresh = serve(kind, mode), serve(kind, "baseline")
     rng = random.Random(f"{kind} {mode}")
@@ -301,8 +323,9 @@ def hits(server: Any) -> float:
 # ------------------------------------------------------------------ 9: batches
 
 
-def test_9_each_row_its_own_sampler(serve: Serve, mode: str) -> None:
-    server = serve("dense", mode)
+@dense_at_least
+def test_9_each_row_its_own_sampler(serve: Serve, kind: str, mode: str) -> None:
+    server = serve(kind, mode)
     common = {"prompt": "each its own", "max_tokens": 24, "logprobs": 0, **ENDLESS}
     rows: list[dict[str, Any]] = [
         {**common, "temperature": 0},
@@ -318,11 +341,11 @@ def test_9_each_row_its_own_sampler(serve: Serve, mode: str) -> None:
     alone = [ask(row) for row in rows]
     assert alone[0] == alone[3]
     assert len({tuple(tokens) for tokens in alone}) == 3
-    plain = serve("dense", "baseline")
+    plain = serve(kind, "baseline")
     assert alone == [post(plain, TEXT, row)["choices"][0]["logprobs"]["tokens"] for row in rows]
     rng = random.Random(1)
     with ThreadPoolExecutor(4) as pool:
-        for _ in range(8):
+        for _ in range(8 if kind == "dense" else 3):
             order = rng.sample(range(4), 4)
             together = list(pool.map(ask, [rows[i] for i in order]))
             assert together == [alone[i] for i in order]

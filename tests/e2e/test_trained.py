@@ -93,6 +93,38 @@ def test_a_tool_call_and_its_result(client: OpenAI) -> None:
     assert "21" in answer.message.content
 
 
+def test_parallel_calls_and_their_results(client_of: Any, client: OpenAI) -> None:
+    """The pair calls once by itself; with its first end token banned it goes on until a penalty on
+    what separates calls outweighs the second end token."""
+    more = {
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "frequency_penalty": 0.5,
+        "logit_bias": {"2": -100},
+        "max_tokens": 200,
+        "extra_body": {"enable_thinking": False},
+    }
+    whole, plain = create(client, QUESTION, **more), create(client_of("baseline"), QUESTION, **more)
+    calls = whole.choices[0].message.tool_calls
+    assert len(calls) >= 2
+    assert len({call.id for call in calls}) == len(calls)
+    assert whole.choices[0].finish_reason == "tool_calls"
+    made = [(call.function.name, call.function.arguments) for call in calls]
+    assert made == [
+        (call.function.name, call.function.arguments)
+        for call in plain.choices[0].message.tool_calls
+    ]
+    with client.chat.completions.stream(model=MODEL, messages=QUESTION, **more) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert [(c.function.name, c.function.arguments) for c in streamed.message.tool_calls] == made
+    assert (streamed.finish_reason, streamed.message.content or "") == ("tool_calls", "")
+    results = [{"role": "tool", "tool_call_id": c.id, "content": '{"temp": 21}'} for c in calls]
+    history = [*QUESTION, whole.choices[0].message.model_dump(exclude_none=True), *results]
+    answer = create(client, history, tools=TOOLS, tool_choice="none").choices[0]
+    assert answer.message.content
+    assert not answer.message.tool_calls
+
+
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "get_time"}}], ids=str
 )

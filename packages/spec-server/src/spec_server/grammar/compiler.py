@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -244,4 +245,7 @@ def _thoughts(vocabulary: Vocabulary) -> Thoughts | None:
 
 
 def _sentence(message: str) -> str:
-    return " ".join(message.split())[:500]
+    """llguidance's message without the grammar that it quotes behind it, and its place there."""
+    said = re.split(r"\n\s*\d+ \| ", message, maxsplit=1)[0]
+    said = re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", said)
+    return " ".join(said.split())[:500]

@@ -81,7 +81,7 @@ def parse(raw: bytes, kind: type[Kind]) -> Kind:
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        raise from_validation(error) from None
+        raise from_validation(error, kind) from None
 
 
 def _check_type(request: Request) -> None:
@@ -123,7 +123,7 @@ async def _bytes(request: Request, settings: ServerSettings) -> bytes:
 def _too_large(most: int) -> ApiError:
     return ApiError(
         413,
-        f"the body is larger than {most} bytes; send less, or raise --max-body-bytes",
+        f"the body is larger than {most} bytes; send less, or raise the limit (--max-body)",
         code="body_too_large",
         headers={"Connection": "close"},
     )

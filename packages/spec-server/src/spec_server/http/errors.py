@@ -6,9 +6,10 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from starlette.exceptions import HTTPException
 
 from spec_core import SpecError
@@ -188,8 +189,13 @@ def _from_starlette(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, phrase, headers=error.headers)
 
 
-def from_validation(error: ValidationError) -> ApiError:
-    """400 that names the first field that is wrong, its value and what is allowed."""
+def from_validation(error: ValidationError, kind: type[BaseModel]) -> ApiError:
+    """400 that names the first field that is wrong, its value and what is allowed.
+
+    Args:
+        error: what pydantic found.
+        kind: the model, which knows both ends of a number's range.
+    """
     found = error.errors(include_url=False, include_context=False)
     first = min(found, key=lambda entry: len(entry["loc"]) == 0)
     name = field_path(first["loc"])
@@ -198,7 +204,26 @@ def from_validation(error: ValidationError) -> ApiError:
     wanted = " or ".join(
         dict.fromkeys(_wanted(entry["msg"]) for entry in found if _same(entry["loc"], first["loc"]))
     )
-    return bad_field(name, first["input"], wanted)
+    return bad_field(name, first["input"], _range(kind.model_fields.get(name)) or wanted)
+
+
+def _range(field: FieldInfo | None) -> str | None:
+    """What a number may be, for instance "a number, at least 0 and at most 2"; None for fields
+    without a range."""
+    if field is None:
+        return None
+    ends = [
+        f"{words} {getattr(entry, end)}"
+        for entry in field.metadata
+        for end, words in _ENDS.items()
+        if hasattr(entry, end)
+    ]
+    number = "a whole number" if int in get_args(field.annotation) else "a number"
+    return f"{number}, {' and '.join(ends)}" if ends else None
+
+
+_ENDS = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
+"""The ends of a range as annotated types have them, and in words."""
 
 
 def _same(loc: tuple[int | str, ...], other: tuple[int | str, ...]) -> bool:
@@ -206,6 +231,7 @@ def _same(loc: tuple[int | str, ...], other: tuple[int | str, ...]) -> bool:
 
 
 def _wanted(message: str) -> str:
+    message = message.replace(" after validation", "")
     for lead, instead in _LEADS.items():
         if message.startswith(lead):
             return instead + message.removeprefix(lead)
