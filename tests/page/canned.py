@@ -133,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.state.paths.append(self.path)
-        path = self.path.removeprefix(self.state.prefix)
+        path = self.path.partition("?")[0].removeprefix(self.state.prefix)
         if path in ("", "/"):
             self._send(200, web_page().text, "text/html; charset=utf-8", **web_page().headers)
         elif self._allowed():

@@ -137,19 +137,20 @@ class Panel {
     put("speed-of", "answering");
   }
 
-  /** The exact figures of an answer that has ended; null if it has none. */
+  /** The exact figures of an answer that has ended; null if it was stopped or refused. */
   end(figures) {
     this.answering = false;
     this.began = null;
-    if (!figures) {
-      put("speed-of", "");
+    this.last = figures ?? this.last;
+    if (!this.last) {
+      this.reset();
       return;
     }
-    this.last = figures;
-    this.speed(figures.rate, "last answer");
-    this.acceptance(figures.drafted ? figures.shares : [], figures.mean, "last answer");
-    this.plain(figures);
-    this.notes(figures.fallbacks);
+    const { rate, drafted, shares, mean, fallbacks } = this.last;
+    this.speed(rate, "last finished answer");
+    this.acceptance(drafted ? shares : [], mean, "last finished answer");
+    this.plain(this.last);
+    this.notes(fallbacks);
   }
 
   reset() {

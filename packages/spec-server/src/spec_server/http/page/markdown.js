@@ -260,8 +260,8 @@ function unpadded(code) {
 
 const PART = /\n|\uE000|\*\*|\*|!?\[([^[\]\n]*)\]\(([^()\s]*(?:\([^()\s]*\)[^()\s]*)*)(?: "[^"\n]*")?\)|https?:\/\/[^\s<>"\uE000]+/g;
 
-/** Text without code spans to nodes; the stash is used up from its front. */
-function spans(text, stash, depth) {
+/** Text without code spans to nodes; the stash is used up from its front. No link holds another. */
+function spans(text, stash, depth, inLink = false) {
   const nodes = [];
   const missing = new Set();
   const part = new RegExp(PART);
@@ -280,15 +280,16 @@ function spans(text, stash, depth) {
         continue;
       }
       nodes.push(text.slice(done, found.index));
-      const inner = spans(text.slice(end, close), stash, depth + 1);
+      const inner = spans(text.slice(end, close), stash, depth + 1, inLink);
       nodes.push(element(whole === "*" ? "em" : "strong", {}, ...inner));
       done = part.lastIndex = close + whole.length;
       continue;
-    } else if (address !== undefined) made = linkNode(address, label, stash, depth);
-    else {
+    } else if (!inLink && address !== undefined) {
+      if (isWebAddress(address)) made = linkNode(address, spans(label, stash, depth + 1, true));
+    } else if (!inLink) {
       const url = whole.replace(/[.,;:!?*)\]}'`]+$/, "");
       end = found.index + url.length;
-      made = linkNode(url, url, stash, DEEPEST);
+      if (isWebAddress(url)) made = linkNode(url, [url]);
     }
     if (made === null) {
       part.lastIndex = found.index + 1;
@@ -322,15 +323,13 @@ function closingStars(text, from, mark) {
   return -1;
 }
 
-/** A link to a page of the web, or null: any other address stays text. */
-function linkNode(address, label, stash, depth) {
-  if (!isWebAddress(address)) return null;
-  const shown = depth < DEEPEST ? spans(label, stash, DEEPEST) : [label];
-  const made = element("a", { href: address, title: address, target: "_blank" }, ...shown);
+function linkNode(address, label) {
+  const made = element("a", { href: address, title: address, target: "_blank" }, ...label);
   made.rel = "noopener noreferrer nofollow";
   return made;
 }
 
+/** Whether it leads to a page of the web; any other address stays text. */
 function isWebAddress(address) {
   if (!/^https?:\/\/[^\uE000]+$/i.test(address)) return false;
   try {

@@ -90,18 +90,17 @@ class Page {
     try {
       exchange.figures = await this.stream(body, (delta) => turn.add(delta), exchange);
     } catch (error) {
-      exchange.ending = "stopped";
-      if (error.name !== "AbortError") {
+      exchange.ending = error.name === "AbortError" ? "stopped" : "failed";
+      if (exchange.ending === "failed") {
         exchange.refusal = error.message;
-        turn.failed = true;
         this.refused(error);
       }
     }
     turn.show();
     if (exchange.refusal) turn.offer(() => this.again(turn));
     this.panel.end(exchange.figures);
-    put("announcement", exchange.refusal ? "" : exchange.ending === "stopped" ? "Stopped." : "The answer is complete.");
-    return exchange.ending === "stop" || exchange.ending === "length";
+    put("announcement", { failed: "", stopped: "Stopped." }[exchange.ending] ?? "The answer is complete.");
+    return exchange.figures !== null;
   }
 
   /** Send a request, give its deltas on, and return the figures of its end. */
@@ -188,12 +187,19 @@ class Page {
         this.panel.model(await this.server.model());
         this.known = true;
       }
-      this.state("ok", this.running ? "Answering" : "Ready");
+      this.state("ok", this.doing(metrics));
     } catch (error) {
       this.refused(error);
       if (error.status === 401) return;
     }
     if (look === this.looks) this.timer = setTimeout(() => this.look(), this.running ? BUSY_MS : IDLE_MS);
+  }
+
+  doing({ waiting }) {
+    if (!this.running) return "Ready";
+    const exchange = this.turns.at(-1)?.exchange;
+    const silent = exchange && !exchange.content && !exchange.thought;
+    return silent && waiting ? `In the queue, ${number(waiting)} waiting` : "Answering";
   }
 
   /** Say in the header why the server does not answer; ask for the key if that is why. */
@@ -205,7 +211,7 @@ class Page {
       this.askKey(this.server.key ? "This key is not accepted." : "");
     } else if (error.code === "loading") {
       this.known = false;
-      this.state("wait", "The model is being loaded");
+      this.state("wait", "Loading");
     } else if (!error.status) {
       this.known = false;
       this.state("bad", "Not reachable");
