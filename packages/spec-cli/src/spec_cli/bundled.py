@@ -15,3 +15,8 @@ def target(model: str | None) -> str:
     if model is None or (model == NAME and not Path(model).exists()):
         return str(TARGET)
     return model
+
+
+def shown(model: str) -> str:
+    """A model's name for a reader: a hub id as it is, a folder without those above it."""
+    return Path(model).name if Path(model).is_dir() else model

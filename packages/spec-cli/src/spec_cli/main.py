@@ -11,6 +11,7 @@ import click
 
 from spec_cli.commands.benchmark import benchmark
 from spec_cli.commands.cache import cache
+from spec_cli.commands.chat import chat
 from spec_cli.commands.convert import convert
 from spec_cli.commands.doctor import doctor
 from spec_cli.commands.generate import generate
@@ -79,7 +80,7 @@ def cli(context: click.Context) -> None:
         context.color = False
 
 
-for _command in (generate, serve, benchmark, models, doctor, cache, convert):
+for _command in (generate, chat, serve, benchmark, models, doctor, cache, convert):
     cli.add_command(_command)
 
 
