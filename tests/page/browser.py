@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 FLAGS = [
     "--headless",
     "--remote-debugging-pipe",

@@ -147,6 +147,16 @@ def test_a_comparison_that_fails_measures_nothing(opened: Any, server: Any) -> N
     assert "plain" not in text(opened, ".answer footer")
 
 
+def test_an_answer_without_figures_is_an_answer(opened: Any, server: Any) -> None:
+    """A proxy may leave out what it does not know."""
+    *chunks, end, _usage, done = canned.content("Hello.")
+    server.replies = [[*chunks, {"choices": end["choices"]}, done]]
+    ask(opened, "Hello?")
+    assert text(opened, ".answer .markdown") == "Hello."
+    assert opened.evaluate(REFUSAL) is None
+    assert text(opened, "#speed") == "–"
+
+
 # ------------------------------------------------------------------ refusals
 
 
@@ -302,3 +312,13 @@ def test_by_keyboard_alone(opened: Any, server: Any) -> None:
         reached.add(opened.evaluate("document.activeElement.id || document.activeElement.tagName"))
     controls = {"new", "log", "question", "compare", "system", "temperature", "max-tokens"}
     assert controls | {"thinking", "seed"} <= reached
+
+
+def test_a_panel_that_is_open_does_not_lock_a_wider_screen(opened: Any, server: Any) -> None:
+    opened.resize(390, 844, phone=True)
+    opened.click("#panel-switch")
+    assert opened.evaluate("document.getElementById('chat').inert")
+    opened.resize(1280, 800)
+    opened.until("!document.getElementById('chat').inert")
+    ask(opened, "Hello?")
+    assert text(opened, ".answer .markdown") == "Hello."

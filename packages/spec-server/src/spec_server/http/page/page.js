@@ -2,6 +2,7 @@
 
 const EMPTY = { thought: "", content: "", ending: null, figures: null, refusal: null };
 const SETTINGS = ["system", "temperature", "max-tokens", "thinking", "seed"];
+const NARROW = "(max-width: 60rem)";
 const BUSY_MS = 500;
 const IDLE_MS = 3000;
 
@@ -45,6 +46,7 @@ class Page {
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && !byId("key-dialog").open) this.escape();
     });
+    matchMedia(NARROW).addEventListener("change", () => this.openPanel(false));
     document.addEventListener("visibilitychange", () => document.hidden || this.look());
   }
 
@@ -72,6 +74,7 @@ class Page {
     this.turns.push(turn);
     this.follower.following = true;
     this.running = new AbortController();
+    this.shared = false;
     this.panel.begin();
     this.refresh();
     this.look();
@@ -114,7 +117,7 @@ class Page {
       seen = event.x_spec ?? seen;
       usage = event.usage ?? usage;
     }
-    return figuresOf(seen, usage);
+    return seen && usage ? figuresOf(seen, usage) : null;
   }
 
   /** Ask the same again without drafts, for the rate of plain decoding beside this answer. */
@@ -124,7 +127,6 @@ class Page {
     const text = { thought: "", content: "" };
     const again = { ending: null };
     figures.plain = { measuring: true };
-    this.shared = false;
     this.panel.plain(figures);
     turn.show();
     const give = (delta) => {
@@ -134,7 +136,7 @@ class Page {
     try {
       const plain = await this.stream({ ...body, max_draft: 0 }, give, again);
       const same = text.thought === exchange.thought && text.content === exchange.content;
-      figures.plain = { rate: plain.rate, same, shared: this.shared };
+      figures.plain = plain && { rate: plain.rate, same, shared: this.shared };
     } catch (error) {
       figures.plain = null;
       if (error.name !== "AbortError") this.refused(error);
@@ -293,7 +295,7 @@ class Page {
 
   settingsAreRight() {
     if (byId("settings").checkValidity()) return true;
-    if (getComputedStyle(byId("panel-switch")).display !== "none") this.openPanel(true);
+    if (matchMedia(NARROW).matches) this.openPanel(true);
     byId("settings").reportValidity();
     return false;
   }
