@@ -1,4 +1,5 @@
-"""The hub's cache on this machine: what it holds. Nothing here asks the network."""
+"""The hub's cache on this machine: what it holds, and how that is removed. The network is never
+asked here."""
 
 from __future__ import annotations
 
@@ -7,25 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spec_core.errors import SpecError
+
 if TYPE_CHECKING:
-    from huggingface_hub import CachedRepoInfo
+    from huggingface_hub import CachedRepoInfo, HFCacheInfo
+
+
+class CacheError(SpecError):
+    """Something cannot be removed from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """A repository in the cache.
+    """A model repository in the cache.
 
     Attributes:
         repo: its id.
         nbytes: what its files take on disk.
         folder: where the cache keeps it.
-        partial: bytes of downloads that were interrupted.
     """
 
     repo: str
     nbytes: int
     folder: Path
-    partial: int = 0
 
 
 def cache_folder() -> Path:
@@ -35,34 +40,62 @@ def cache_folder() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def snapshot(repo: str, cache: Path | None = None) -> Path | None:
-    """The folder of a cached repository, complete or not; None if nothing is cached, or the name
-    is no hub id."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+def snapshot(repo: str) -> Path | None:
+    """The folder of a cached repository, complete or not; None if it has no config.json there, or
+    the name is no hub id."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(repo, local_files_only=True, cache_dir=cache))
-    except (HFValidationError, LocalEntryNotFoundError):
+        found = try_to_load_from_cache(repo, "config.json", cache_dir=cache_folder())
+    except HFValidationError:
         return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
-def cached_models(cache: Path | None = None) -> Mapping[str, Cached]:
+def cached_models() -> Mapping[str, Cached]:
     """Every model repository in the cache, by its id."""
+    scanned = _scan()
+    repos = () if scanned is None else scanned.repos
+    return {
+        one.repo_id: Cached(one.repo_id, one.size_on_disk, Path(one.repo_path))
+        for one in sorted(repos, key=lambda one: one.repo_id)
+        if one.repo_type == "model"
+    }
+
+
+def remove(cached: Cached) -> int:
+    """Remove a repository with all its versions; the bytes that are free now.
+
+    Raises:
+        CacheError: it lies outside of the cache, or is gone.
+    """
+    cache = cache_folder().resolve()
+    if cached.folder.is_symlink() or cached.folder.resolve().parent != cache:
+        raise CacheError(
+            f"{cached.folder} is a link out of the hub cache; only what is inside {cache} is "
+            "removed, so remove it yourself"
+        )
+    scanned = _scan()
+    found = None if scanned is None else _repo(scanned, cached.repo)
+    if scanned is None or found is None:
+        raise CacheError(f"{cached.repo} is not in {cache} any more")
+    plan = scanned.delete_revisions(*(version.commit_hash for version in found.revisions))
+    plan.execute()
+    return int(plan.expected_freed_size)
+
+
+def _scan() -> HFCacheInfo | None:
+    """The cache's contents; None if there is no cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        found = scan_cache_dir(cache)
-    except (CacheNotFound, NotADirectoryError):
-        return {}
-    return {one.repo_id: _cached(one) for one in found.repos if one.repo_type == "model"}
+        return scan_cache_dir(cache_folder())
+    except (CacheNotFound, ValueError):
+        return None
 
 
-def _cached(one: CachedRepoInfo) -> Cached:
-    return Cached(one.repo_id, one.size_on_disk, Path(one.repo_path), partial(Path(one.repo_path)))
-
-
-def partial(folder: Path) -> int:
-    """Bytes of a repository's interrupted downloads."""
-    return sum(file.stat().st_size for file in folder.glob("blobs/*.incomplete"))
+def _repo(scanned: HFCacheInfo, repo: str) -> CachedRepoInfo | None:
+    found = (one for one in scanned.repos if (one.repo_type, one.repo_id) == ("model", repo))
+    return next(found, None)

@@ -16,6 +16,7 @@ from spec_cli.commands.convert import convert
 from spec_cli.commands.doctor import doctor
 from spec_cli.commands.generate import generate
 from spec_cli.commands.models import models
+from spec_cli.commands.pull import pull
 from spec_cli.commands.serve import serve
 
 INTERRUPTED = 130
@@ -80,7 +81,7 @@ def cli(context: click.Context) -> None:
         context.color = False
 
 
-for _command in (generate, chat, serve, benchmark, models, doctor, cache, convert):
+for _command in (generate, chat, serve, benchmark, models, pull, doctor, cache, convert):
     cli.add_command(_command)
 
 

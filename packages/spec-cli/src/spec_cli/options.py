@@ -162,6 +162,7 @@ def _log_to_stderr(level: str, timed: bool) -> None:
     time = "%(asctime)s " if timed else ""
     handler.setFormatter(logging.Formatter(f"{time}%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=level.upper())
+    logging.getLogger("huggingface_hub").setLevel(level.upper())  # it has a level of its own
     if level == "info":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
@@ -333,6 +334,11 @@ prompt_file_option = click.option(
 )
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def yes_option(text: str) -> Callable[[Decorated], Decorated]:
+    """Go ahead without asking."""
+    return click.option("-y", "--yes", is_flag=True, help=text)
 
 
 def bits(value: str | None) -> Any:

@@ -222,15 +222,15 @@ class HuggingFaceHub:
         """Download if the hub has the repository, otherwise take what is cached."""
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        problem = self._asked(repo)
+        problem = self.problem_with(repo)
         try:
             return Path(download(problem is not None))
         except LocalEntryNotFoundError as error:
-            raise problem or self._problem(repo, error) from error
+            raise problem or self.explained(repo, error) from error
         except Exception as error:  # whatever the client raises is the hub's problem
-            raise self._problem(repo, error) from error
+            raise self.explained(repo, error) from error
 
-    def _asked(self, repo: str) -> HubProblem | None:
+    def problem_with(self, repo: str) -> HubProblem | None:
         """None if the hub says that it has the repository and we may read it."""
         from huggingface_hub import HfApi, constants
 
@@ -243,17 +243,17 @@ class HuggingFaceHub:
             return HubProblem(
                 "offline",
                 f"not (completely) in the cache, {self._folder(repo)}, and HF_HUB_OFFLINE "
-                f"forbids asking the hub; run `hf download {repo}` once while online, or name a "
-                "local folder",
+                f"forbids asking the hub; unset it and run `hf download {repo}` (or `spec pull "
+                f"{repo}`) once while online, or name a local folder",
             )
         api = HfApi(endpoint=self.endpoint)
         try:
             _within(self.patience, lambda: api.model_info(repo, timeout=self.patience))
         except Exception as error:  # see _obtain
-            return self._problem(repo, error)
+            return self.explained(repo, error)
         return None
 
-    def _problem(self, repo: str, error: Exception) -> HubProblem:
+    def explained(self, repo: str, error: Exception) -> HubProblem:
         """What an exception of the client means to the user."""
         from huggingface_hub import constants, errors
 
