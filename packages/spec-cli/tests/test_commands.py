@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any, Protocol
 
 import click
 import pytest
+from click.testing import CliRunner
 
-from spec_cli import options
+from spec_cli import main, options
 
 
 class Ran(Protocol):
@@ -66,8 +68,48 @@ def test_models_lists_the_pairs(spec: Spec) -> None:
     assert "spec-tiny-dspark" in ran.out
     pairs: list[dict[str, Any]] = json.loads(spec("models", "--json").out)
     assert pairs[0]["target"] == "spec-tiny"
-    assert {"mode", "source", "packaging", "measured"} == set(pairs[0]["drafters"][0])
-    assert all(pair["drafters"] for pair in pairs)
+    assert {"mode", "source", "packaging", "measured", "downloaded_bytes"} == set(
+        pairs[0]["drafters"][0]
+    )
+    assert pairs[0]["downloaded"][0]["bytes"] > 17e6
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_for_the_shell(spec: Spec, shell: str) -> None:
+    ran = spec("completion", shell)
+    assert ran.code == 0
+    assert f"_SPEC_COMPLETE={shell}_complete" in ran.out
+
+
+def test_a_shell_is_told_commands_and_options() -> None:
+    def told(*words: str) -> str:
+        environment = os.environ | {
+            "_SPEC_COMPLETE": "bash_complete",
+            "COMP_WORDS": " ".join(("spec", *words)),
+            "COMP_CWORD": str(len(words)),
+        }
+        code = "from spec_cli.main import run; run()"
+        ran = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.stderr == ""
+        return ran.stdout
+
+    assert told("gen") == "plain,generate\n"
+    assert "plain,baseline" in told("chat", "--mode", "")
+
+
+def test_no_color_takes_colours_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown() -> str:
+        return CliRunner().invoke(main.cli, ["doctor"], color=True).output
+
+    assert "\x1b[" in shown()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[" not in shown()
 
 
 RUN_KEYS = {

@@ -282,3 +282,65 @@ def test_the_bundled_model_needs_no_pull(spec: Spec, cache: Path) -> None:
     ran = spec("pull", "spec-tiny")
     assert ran.code == 0
     assert "comes with this program" in ran.err
+
+
+def row(spec: Spec, target: str) -> dict[str, Any]:
+    rows = json.loads(spec("models", "--json").out)
+    found: dict[str, Any] = next(row for row in rows if row["target"] == target)
+    return found
+
+
+def test_models_shows_what_is_downloaded_and_what_fits(
+    spec: Spec, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert row(spec, "Qwen3-4B")["downloaded"] == []
+    hub.repos["mlx-community/Qwen3-4B-4bit"] = hub.repos[TARGET]
+    hub.repos["someone/else"] = hub.repos[TARGET]
+    (target, drafter) = pulled(spec, "mlx-community/Qwen3-4B-4bit")
+    pulled(spec, "someone/else")
+    found = row(spec, "Qwen3-4B")
+    (copy,) = found["downloaded"]
+    assert (copy["repo"], copy["fits"]) == ("mlx-community/Qwen3-4B-4bit", True)
+    assert copy["bytes"] == target["bytes"]
+    assert found["drafters"][0]["downloaded_bytes"] == drafter["bytes"]
+    assert row(spec, "else")["repo"] == "someone/else"
+    monkeypatch.setattr("spec_server.memory.default_limit", lambda: 5 * 2**30)
+    assert row(spec, "Qwen3-4B")["fits"] == {"16 bits": False, "4 bits": True}
+    assert row(spec, "Qwen3-14B")["fits"] == {"16 bits": False, "4 bits": False}
+    shown = spec("models").out
+    assert "Qwen3-4B  (fits here in 4 bits)" in shown
+    assert "downloaded: mlx-community/Qwen3-4B-4bit, 17." in shown
+    assert "someone/else" in shown
+
+
+def held(folder: Path) -> int:
+    """Bytes of the files in a folder."""
+    return sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def test_rm_frees_what_it_says_and_nothing_else(spec: Spec, hub: FakeHub, cache: Path) -> None:
+    pulled(spec, TARGET)
+    ran = spec("rm", TARGET)
+    assert ran.code == 2
+    assert "add --yes" in ran.err
+    before = held(cache)
+    (removed,) = json.loads(spec("rm", "--yes", "--json", TARGET).out)
+    assert removed["freed_bytes"] == before - held(cache) > 17e6
+    assert row(spec, "Qwen3-4B")["downloaded"] == []
+    assert row(spec, "Qwen3-4B")["drafters"][0]["downloaded_bytes"]
+    again = spec("rm", "--yes", TARGET)
+    assert again.code == 1
+    assert str(cache) in again.err
+
+
+def test_rm_never_leaves_the_cache(spec: Spec, hub: FakeHub, cache: Path, tmp_path: Path) -> None:
+    pulled(spec, "--no-drafter", TARGET)
+    folder = cache / f"models--{TARGET.replace('/', '--')}"
+    outside = tmp_path / "elsewhere"
+    folder.rename(outside)
+    folder.symlink_to(outside)
+    for name in (TARGET, str(outside), "spec-tiny", str(bundled.TARGET)):
+        ran = spec("rm", "--yes", name)
+        assert ran.code == 1
+    assert any(outside.rglob("config.json"))
+    assert bundled.TARGET.is_dir()

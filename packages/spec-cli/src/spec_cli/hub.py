@@ -3,6 +3,7 @@ asked here."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from spec_core.errors import SpecError
 
 if TYPE_CHECKING:
-    from huggingface_hub import CachedRepoInfo, HFCacheInfo
+    from huggingface_hub import HFCacheInfo
 
 
 class CacheError(SpecError):
@@ -56,7 +57,7 @@ def snapshot(repo: str) -> Path | None:
 def cached_models() -> Mapping[str, Cached]:
     """Every model repository in the cache, by its id."""
     scanned = _scan()
-    repos = () if scanned is None else scanned.repos
+    repos = frozenset() if scanned is None else scanned.repos
     return {
         one.repo_id: Cached(one.repo_id, one.size_on_disk, Path(one.repo_path))
         for one in sorted(repos, key=lambda one: one.repo_id)
@@ -67,8 +68,10 @@ def cached_models() -> Mapping[str, Cached]:
 def remove(cached: Cached) -> int:
     """Remove a repository with all its versions; the bytes that are free now.
 
+    (The client's own removal goes by the versions' hashes, which copies of a repository share.)
+
     Raises:
-        CacheError: it lies outside of the cache, or is gone.
+        CacheError: it lies outside of the cache, or cannot be removed.
     """
     cache = cache_folder().resolve()
     if cached.folder.is_symlink() or cached.folder.resolve().parent != cache:
@@ -76,13 +79,13 @@ def remove(cached: Cached) -> int:
             f"{cached.folder} is a link out of the hub cache; only what is inside {cache} is "
             "removed, so remove it yourself"
         )
-    scanned = _scan()
-    found = None if scanned is None else _repo(scanned, cached.repo)
-    if scanned is None or found is None:
-        raise CacheError(f"{cached.repo} is not in {cache} any more")
-    plan = scanned.delete_revisions(*(version.commit_hash for version in found.revisions))
-    plan.execute()
-    return int(plan.expected_freed_size)
+    freed = sum(file.lstat().st_size for file in cached.folder.rglob("*") if file.is_file())
+    try:
+        shutil.rmtree(cached.folder)
+    except OSError as error:
+        raise CacheError(f"{cached.folder} cannot be removed: {error.strerror}") from error
+    shutil.rmtree(cache / ".locks" / cached.folder.name, ignore_errors=True)
+    return freed
 
 
 def _scan() -> HFCacheInfo | None:
@@ -94,8 +97,3 @@ def _scan() -> HFCacheInfo | None:
         return scan_cache_dir(cache_folder())
     except (CacheNotFound, ValueError):
         return None
-
-
-def _repo(scanned: HFCacheInfo, repo: str) -> CachedRepoInfo | None:
-    found = (one for one in scanned.repos if (one.repo_type, one.repo_id) == ("model", repo))
-    return next(found, None)

@@ -12,11 +12,14 @@ import click
 from spec_cli.commands.benchmark import benchmark
 from spec_cli.commands.cache import cache
 from spec_cli.commands.chat import chat
+from spec_cli.commands.completion import completion
 from spec_cli.commands.convert import convert
 from spec_cli.commands.doctor import doctor
 from spec_cli.commands.generate import generate
 from spec_cli.commands.models import models
+from spec_cli.commands.ps import ps
 from spec_cli.commands.pull import pull
+from spec_cli.commands.rm import rm
 from spec_cli.commands.serve import serve
 
 INTERRUPTED = 130
@@ -39,7 +42,11 @@ def show_versions(context: click.Context, _: click.Parameter, wanted: bool) -> N
 
 
 class _Commands(click.Group):
-    """Ends with 141 where click would end with 1: nobody reads the output any more."""
+    """Lists commands as they were added, and ends with 141 where click would end with 1: nobody
+    reads the output any more."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(self.commands)
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -81,7 +88,10 @@ def cli(context: click.Context) -> None:
         context.color = False
 
 
-for _command in (generate, chat, serve, benchmark, models, pull, doctor, cache, convert):
+for _command in (
+    *(generate, chat, serve, ps, benchmark),
+    *(models, pull, rm, doctor, cache, convert, completion),
+):
     cli.add_command(_command)
 
 

@@ -48,11 +48,12 @@ class Pulled:
 @json_option
 @log_level_option("error")
 def pull(name: str, **options: Any) -> None:
-    """Download a model into the hub's cache, with the drafter that is known for it.
+    """Download a model with its drafter.
 
-    NAME is a hub id (owner/name), or the name of a target that `spec models` lists. Downloads of
-    more than 1 GiB are asked about. Files that are complete are not fetched again, so that the
-    same command goes on after an interruption.
+    NAME is a hub id (owner/name), or the name of a target that `spec models` lists. It goes into
+    the hub's cache, where other programs find it, too. Downloads of more than 1 GiB are asked
+    about. Files that are complete are not fetched again, so that the same command goes on after
+    an interruption.
     """
     from spec_cli.pulling import check_room, drafter_of, plan, source_of
 
