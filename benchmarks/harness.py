@@ -17,6 +17,7 @@ import numpy as np
 
 from spec_core import Chooser, Drafter, DrafterState, FreeDrafter, Proposal
 from spec_targets import ModelTarget, build_target
+from spec_targets.layout import lay_out
 from spec_targets.mlx_lm_import import mlx_lm_utils
 
 QWEN3 = {
@@ -108,6 +109,7 @@ def chain_target(shape: str, *, bits: int | None, layers: int | None = None) -> 
         nn.quantize(model, group_size=64, bits=bits)
     mx.eval(model.parameters())
     model.eval()
+    lay_out(model)
     return build_target(model, config)
 
 

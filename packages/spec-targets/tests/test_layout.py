@@ -108,3 +108,27 @@ def test_where_columns_are_not_preferred_nothing_moves(monkeypatch: pytest.Monke
     mx.eval(model.parameters())
     layout.lay_out(model)
     assert not by_columns(model.layers[0]["weight"])
+
+
+def test_on_cuda_the_rows_of_a_batch_are_multiplied_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(40, 64)
+            self.linear = nn.Linear(64, 64)
+
+        def __call__(self, tokens: mx.array) -> mx.array:
+            return self.table.as_linear(self.linear(self.table(tokens)))
+
+    model = Pair()
+    nn.quantize(model, group_size=32, bits=8)
+    before = [mx.zeros((rows, 2), dtype=mx.int32) + mx.arange(2) for rows in (1, 3, 8)]
+    expected = [model(tokens) for tokens in before]
+    monkeypatch.setattr(layout, "on_cuda", lambda: True)
+    layout.lay_out(model)
+    assert type(model.linear) is layout.JoiningLinear
+    assert type(model.table) is layout.JoiningEmbedding
+    for tokens, logits in zip(before, expected, strict=True):
+        assert mx.array_equal(model(tokens), logits)

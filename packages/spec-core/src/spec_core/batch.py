@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from spec_core.chooser import Sampler
+from spec_core.device import runs_beside_host, start
 from spec_core.errors import InvalidValueError, SeamError, UnsupportedError
 from spec_core.policy import FixedLength
 from spec_core.request import Request
@@ -23,9 +24,7 @@ from spec_core.round import (
     commit,
     launch,
     propose,
-    runs_beside_host,
     settle,
-    start,
     submit,
 )
 from spec_core.seams import (

@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 import mlx.core as mx
 
 from spec_core._buffers import lengthened, room, same_kind, scatter, shrunk
+from spec_core.device import on_cuda
 from spec_core.errors import InvalidValueError, SeamError
 
 _STEP = 256
@@ -42,7 +43,7 @@ class RowClock:
         self.lengths = [start] * rows
         self.provisional = 0
         self.valid: list[int] = [0] * rows
-        self.stepped = _plans_by_length()
+        self.stepped = on_cuda()
         self._positions: tuple[list[int], int, mx.array] | None = None
 
     @property
@@ -133,10 +134,6 @@ class RowClock:
         other.settled()
         self.lengths = self.lengths + other.lengths
         self.valid = [0] * self.rows
-
-
-def _plans_by_length() -> bool:
-    return mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
 
 
 class Plane:

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from spec_core.chooser import RoundChooser, Sampler, Verdict
+from spec_core.device import runs_beside_host, start
 from spec_core.errors import SeamError
 from spec_core.request import Request
 from spec_core.seams import (
@@ -151,17 +152,6 @@ def launch(lanes: Lanes, *, plain: bool = False) -> Flight:
     lanes.anchor = verdict.next_token
     sources = proposal.sources if proposal else ()
     return Flight(columns, lengths, sources or ("",) * len(lengths), forward, verdict, started)
-
-
-def runs_beside_host() -> bool:
-    """Whether the device works while the host builds the next graph, so that submitting early pays.
-    A CPU shares its cores with the host, and nothing was gained there."""
-    return mx.default_device().type != mx.DeviceType.cpu
-
-
-def start(*arrays: mx.array) -> None:
-    """Begin to evaluate arrays without waiting."""
-    mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
 
 
 def submit(lanes: Lanes, flight: Flight) -> None:

@@ -9,6 +9,8 @@ from typing import Protocol
 import mlx.core as mx
 
 from spec_core import blas
+from spec_core.device import on_cuda
+from spec_core.products import join_rows
 
 GROUP_SIZES = (64, 32)
 
@@ -67,8 +69,13 @@ class _Quantized:
     biases: mx.array
     group_size: int
     bits: int
+    joins: bool
 
     def __call__(self, x: mx.array) -> mx.array:
+        joins = self.joins and self.weight.ndim == 2
+        return join_rows(x, self._multiply, fill=True) if joins else self._multiply(x)
+
+    def _multiply(self, x: mx.array) -> mx.array:
         return mx.quantized_matmul(
             x,
             self.weight,
@@ -81,7 +88,7 @@ class _Quantized:
 
     def __getitem__(self, index: int) -> Linear:
         parts = (self.weight[index], self.scales[index], self.biases[index])
-        return _Quantized(*parts, self.group_size, self.bits)
+        return _Quantized(*parts, self.group_size, self.bits, self.joins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,4 +214,4 @@ def _quantized(weight: mx.array, group_size: int, precision: Precision) -> _Quan
     assert precision.bits is not None
     parts = mx.quantize(weight, group_size=group_size, bits=precision.bits)
     mx.eval(*parts)
-    return _Quantized(*parts, group_size, precision.bits)
+    return _Quantized(*parts, group_size, precision.bits, on_cuda())

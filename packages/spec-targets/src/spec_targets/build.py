@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mlx.nn.layers.base import Module
@@ -43,6 +45,8 @@ def build_target(
     bones = Bones(family.dissect(model), family, options)
     reference = _refer(bones, int(text_config(config).get("vocab_size", 256)))
     findings = prove(bones, reference, family.scales(config))
+    if not findings.row_by_row:
+        bones = replace(bones, options=replace(options, waste=math.inf))
     info = TargetInfo(
         family=model_type,
         vocab_size=reference.logits.shape[-1],

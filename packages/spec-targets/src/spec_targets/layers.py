@@ -7,6 +7,7 @@ rows are in one RowClock that all layers share; a `Frame` holds what a forward w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from typing import Any, Protocol, Self
 
 import mlx.core as mx
 
+from spec_core.device import on_cuda, runs_beside_host
 from spec_core.errors import SeamError
 from spec_core.kv import KVRows, QuantizedKVRows, RowClock, boolean_mask, causal_mask
 from spec_core.ring import Ring
@@ -32,11 +34,14 @@ class LayerOptions:
             layers with full attention are quantised.
         group_size: how many quantised numbers share a scale.
         slack: of the rings of sliding layers, see spec_core.ring; None: what serves best.
+        waste: where rows of different length would read more padding than so many positions
+            together, each attends alone (infinite: never); None: what serves best.
     """
 
     kv_bits: int | None = None
     group_size: int = 64
     slack: int | None = None
+    waste: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,17 @@ class Frame:
             self._masks[key] = make(self.clock, columns, end, window)
         return self._masks[key]
 
+    def row_ends(self, columns: int, waste: float | None) -> list[int] | None:
+        """Where each row's keys end, if rows are to attend alone; see LayerOptions."""
+        ends = [length + columns for length in self.clock.lengths]
+        wasted = max(ends) * len(ends) - sum(ends)
+        allowed = _tolerable_waste(max(ends), columns) if waste is None else waste
+        return None if wasted <= allowed else ends
+
+    def has_made(self, mask: Mask) -> bool:
+        """Whether a mask is one of ours over all left-aligned rows, without a window."""
+        return any(mask is made for (_, _, window), made in self._masks.items() if window is None)
+
     def ring(self, window: int, slack: int | None = None) -> Ring:
         """The ring that all layers with this window share."""
         key = (window, slack)
@@ -111,13 +127,29 @@ class Frame:
         return self._rings[key]
 
 
+_MUCH = 1024
+"""Padding that costs a CPU more than separate calls, and keys from which CUDA's do."""
+
+
+def _tolerable_waste(longest: int, columns: int) -> float:
+    """Positions of padding that rows may read.
+
+    CUDA has no fused attention for a single query with a mask, and of several with one it does not
+    read faster what is shorter. Metal skips what a mask hides.
+    """
+    if not runs_beside_host():
+        return _MUCH
+    return 0 if on_cuda() and columns == 1 and longest >= _MUCH else math.inf
+
+
 class FullLayer:
     """Full attention: looks like mlx-lm's KVCache, stores in KVRows."""
 
-    __slots__ = ("_frame", "_rows")
+    __slots__ = ("_frame", "_rows", "_waste")
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, waste: float | None = None) -> None:
         self._frame = frame
+        self._waste = waste
         self._rows: KVRows | QuantizedKVRows = KVRows(frame.clock)
 
     # Towards the model.
@@ -133,6 +165,12 @@ class FullLayer:
         self, columns: int, return_array: bool = False, window_size: int | None = None
     ) -> Mask:
         return self._frame.mask(columns, return_array, window_size)
+
+    def row_ends(self, mask: Mask, columns: int) -> Sequence[int] | None:
+        """Where each row's keys end, if rows are to attend alone under this mask."""
+        if not self._frame.has_made(mask):
+            return None
+        return self._frame.row_ends(columns, self._waste)
 
     # Towards the state.
 
@@ -169,8 +207,11 @@ class QuantizedFullLayer(FullLayer):
 
     __slots__ = ("bits", "group_size")
 
-    def __init__(self, frame: Frame, bits: int, group_size: int) -> None:
+    def __init__(
+        self, frame: Frame, bits: int, group_size: int, waste: float | None = None
+    ) -> None:
         self._frame = frame
+        self._waste = waste
         self._rows = QuantizedKVRows(frame.clock, bits, group_size)
         self.bits = bits
         self.group_size = group_size
@@ -193,8 +234,8 @@ def group_size_for(head_sizes: Sequence[int]) -> int:
 def full_layer(like: object, frame: Frame, options: LayerOptions) -> LayerCache:
     """A layer cache in place of mlx-lm's KVCache."""
     if options.kv_bits is None:
-        return FullLayer(frame)
-    return QuantizedFullLayer(frame, options.kv_bits, options.group_size)
+        return FullLayer(frame, options.waste)
+    return QuantizedFullLayer(frame, options.kv_bits, options.group_size, options.waste)
 
 
 LayerMaker = Callable[[Any, Frame, LayerOptions], LayerCache]

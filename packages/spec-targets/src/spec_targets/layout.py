@@ -1,27 +1,54 @@
-"""How weights are stored: as the device walks them fastest."""
+"""How weights are stored and multiplied: as the device does it fastest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
 from spec_core import blas
+from spec_core.device import on_cuda
+from spec_core.products import join_rows
 from spec_targets.anatomy import dissect
 
 
+class JoiningLinear(QuantizedLinear):
+    """Multiplies all rows as one matrix."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return join_rows(x, super().__call__)
+
+
+class JoiningEmbedding(QuantizedEmbedding):
+    """Serves as a head that multiplies all rows as one matrix."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return join_rows(x, super().as_linear)
+
+
+_JOINING: Mapping[type[Module], type[Module]] = MappingProxyType(
+    {QuantizedLinear: JoiningLinear, QuantizedEmbedding: JoiningEmbedding}
+)
+
+
 def lay_out(model: Module) -> None:
-    """Store float32 matrices column by column where they are multiplied faster so.
+    """Store float32 matrices column by column where they are multiplied faster so, and multiply
+    the rows of a batch together where each would read the quantised weights by itself.
 
     One matrix at a time, so that a load needs the memory of one more. An embedding is among them
     where it serves as the head too.
     """
+    modules: Iterable[Module] = model.modules()  # type: ignore[no-untyped-call]
+    if on_cuda():
+        for module in modules:
+            module.__class__ = _JOINING.get(type(module), type(module))
     if not blas.prefers_columns():
         return
-    modules: Iterable[Module] = model.modules()  # type: ignore[no-untyped-call]
     head = _embedding_as_head(model)
     for module in modules:
         if isinstance(module, Linear) or module is head:

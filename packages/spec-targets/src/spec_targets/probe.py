@@ -60,12 +60,14 @@ class Findings:
     Attributes:
         taps_refused: why the target has no taps; "" if it has.
         batch_refused: why rows cannot share a forward; "" if they can.
+        row_by_row: rows can attend alone, see spec_targets.attention.
         lender: embedding and head, if proven.
         scales: what surrounds them.
     """
 
     taps_refused: str
     batch_refused: str
+    row_by_row: bool
     lender: Lender | None
     scales: Scales
 
@@ -107,9 +109,11 @@ def prove(bones: Bones, reference: Reference, candidates: Sequence[Scales]) -> F
         ) from failure
     refused = reference.refused or _refusal(lambda: _prove_taps(bones, runner, reference))
     lender, scales = _lend(bones.anatomy, reference, candidates)
+    alone = Runner(replace(bones, options=replace(bones.options, waste=0)))
     return Findings(
         taps_refused=refused,
         batch_refused=_refusal(lambda: _prove_ragged(runner, reference)),
+        row_by_row=not _refusal(lambda: _prove_ragged(alone, reference)),
         lender=lender,
         scales=scales,
     )

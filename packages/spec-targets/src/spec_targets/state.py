@@ -46,6 +46,10 @@ class LayeredState:
         for layer in self.layers:
             layer.begin(columns)
 
+    def row_by_row(self, columns: int, waste: float | None) -> bool:
+        """Whether rows attend alone in a forward of so many columns; see LayerOptions."""
+        return self._frame.row_ends(columns, waste) is not None
+
     def check(self, keep: Sequence[int]) -> None:
         """Raise SeamError unless `commit(keep)` fits the provisional forward."""
         self._clock.check(keep)

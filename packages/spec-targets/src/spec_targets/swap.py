@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+
+from spec_core.device import start
 
 Wrapper = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """What a swapped module does when called: (module, its own call, args, kwargs) -> result."""
@@ -39,8 +41,14 @@ class Wrapping:
         return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
 
 
-Swap = tuple[Module, Wrapping]
-"""A module, and how its call is wrapped while the swap lasts. Several on one module nest."""
+class Subclassing(Protocol):
+    """Gives a class the subclass that stands in for it."""
+
+    def of(self, cls: type) -> type: ...
+
+
+Swap = tuple[Module, Subclassing]
+"""A module, and what stands in for its class while the swap lasts. Several on one module nest."""
 
 
 @contextmanager
@@ -48,8 +56,8 @@ def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
     """Exchange classes; whatever happens, every module has its own again afterwards."""
     own = [(module, type(module)) for module, _ in swaps]
     try:
-        for module, wrapping in swaps:
-            module.__class__ = wrapping.of(type(module))
+        for module, subclassing in swaps:
+            module.__class__ = subclassing.of(type(module))
         yield
     finally:
         for module, cls in own:
@@ -65,6 +73,25 @@ def hidden_of(output: Any) -> mx.array:
 def with_hidden(output: Any, hidden: mx.array) -> Any:
     """The same output with other hidden states."""
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+class EarlyStarts:
+    """Lets the device begin while the host still builds later layers.
+
+    Building a forward of 36 layers takes the host as long as the device takes to run it.
+    """
+
+    def __init__(self, layers: Sequence[Module], stride: int = 6) -> None:
+        wrapping = Wrapping(_start)
+        self.swaps: list[Swap] = [(layer, wrapping) for layer in layers[stride - 1 :: stride]]
+
+
+def _start(
+    layer: Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    output = own(layer, *args, **kwargs)
+    start(hidden_of(output))
+    return output
 
 
 class Recorder:

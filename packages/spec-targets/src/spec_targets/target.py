@@ -9,14 +9,18 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from spec_core.device import on_cuda, runs_beside_host
 from spec_core.errors import SeamError, UnsupportedError
+from spec_core.products import CHEAP_ROWS
 from spec_core.seams import EmbeddingLender, Forward, LogitRows, TargetInfo, TargetState
 from spec_targets.anatomy import Anatomy
+from spec_targets.attention import RowByRow
 from spec_targets.families import Family
 from spec_targets.layers import LayerOptions
+from spec_targets.quantised import quantisations
 from spec_targets.solo import SoloRows
 from spec_targets.state import LayeredState
-from spec_targets.swap import Recorder, Swap, Wrapping, swapped
+from spec_targets.swap import EarlyStarts, Recorder, Swap, Wrapping, swapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,9 @@ class Runner:
         self._model = bones.anatomy.model
         self._recorder = Recorder(bones.anatomy.layers)
         self._narrowing = Wrapping(self._narrow)
+        self._row_by_row = RowByRow(self._model)
+        self._early = EarlyStarts(bones.anatomy.layers)
+        self._columns_at_least = CHEAP_ROWS if on_cuda() and quantisations(self._model) else 1
         self._pick: Callable[[mx.array], mx.array] = _same
 
     def new_state(self, rows: int) -> LayeredState:
@@ -75,9 +82,15 @@ class Runner:
         valid: Sequence[int] | None,
     ) -> Forward:
         """One provisional forward; if it raises, the state is as before."""
+        columns = tokens.shape[1]
+        padding = self._padding(*tokens.shape)
+        if padding:
+            valid = valid or [columns] * state.rows
+            tokens = mx.concatenate([tokens, *[tokens[:, -1:]] * padding], axis=1)
         state.begin(tokens.shape[1], valid)
         try:
-            return self._forward(tokens, state, taps, logits)
+            forward = self._forward(tokens, state, taps, logits)
+            return _first_columns(forward, columns) if padding else forward
         except BaseException:
             state.commit([0] * state.rows)
             raise
@@ -85,10 +98,18 @@ class Runner:
             self._recorder.clear()
             self._pick = _same
 
+    def _padding(self, rows: int, columns: int) -> int:
+        """Columns to add, because more cost less. A single column takes other kernels anyway."""
+        return 0 if columns == 1 else max(0, -(-self._columns_at_least // rows) - columns)
+
     def _forward(
         self, tokens: mx.array, state: LayeredState, taps: Sequence[int], logits: LogitRows
     ) -> Forward:
         swaps = [*self._bones.family.swaps(self._bones.anatomy, state.layers)]
+        if state.row_by_row(tokens.shape[1], self._bones.options.waste):
+            swaps += self._row_by_row.swaps()
+        if tokens.shape[1] > 1 and runs_beside_host():
+            swaps += self._early.swaps
         swaps += self._recorder.swaps(taps)
         last = last_column(state.valid, tokens.shape[1]) if logits == "last" else _same
         inner = self._bones.anatomy.inner
@@ -116,6 +137,12 @@ class Runner:
         kwargs: dict[str, Any],
     ) -> Any:
         return self._pick(own(inner, *args, **kwargs))
+
+
+def _first_columns(forward: Forward, columns: int) -> Forward:
+    """Without the columns that were added."""
+    logits = None if forward.logits is None else forward.logits[:, :columns]
+    return Forward(logits=logits, taps=tuple(tap[:, :columns] for tap in forward.taps))
 
 
 def _same(hidden: mx.array) -> mx.array:

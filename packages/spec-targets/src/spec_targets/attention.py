@@ -1,0 +1,86 @@
+"""Attention of rows that differ much in length, each over its own positions only.
+
+Rows of a batch share one rectangle of keys, and mlx-lm's models attend to all of it in one call.
+Where most of the rectangle is padding (16,000 positions beside three rows of 500), that call is
+made once for each row instead. The models' code stays as it is: for the length of a forward an
+attention module's call runs with another function in place of mlx-lm's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from spec_targets.layers import FullLayer
+from spec_targets.swap import Swap
+
+_NAME = "scaled_dot_product_attention"
+
+
+class RowByRow:
+    """The swaps under which a model's full attention runs row by row."""
+
+    def __init__(self, model: Module) -> None:
+        modules: Iterable[Module] = model.modules()  # type: ignore[no-untyped-call]
+        self._modules = [module for module in modules if _attends(type(module))]
+        self._made: dict[type, type] = {}
+
+    def swaps(self) -> list[Swap]:
+        return [(module, self) for module in self._modules]
+
+    def of(self, cls: type) -> type:
+        """The subclass of an attention class whose call attends row by row."""
+        if cls not in self._made:
+            self._made[cls] = _rebound(cls)
+        return self._made[cls]
+
+
+def _attends(cls: type) -> bool:
+    call = cls.__call__
+    return isinstance(call, FunctionType) and _NAME in call.__code__.co_names
+
+
+def _rebound(cls: type) -> type:
+    own = cls.__call__
+    assert isinstance(own, FunctionType)
+    names = {**own.__globals__, _NAME: _row_by_row(own.__globals__[_NAME])}
+    call = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    call.__kwdefaults__ = own.__kwdefaults__
+    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+
+
+def _row_by_row(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def attend(
+        queries: mx.array, keys: Any, values: Any, cache: Any, mask: Any, **rest: Any
+    ) -> mx.array:
+        columns = queries.shape[2]
+        ends = cache.row_ends(mask, columns) if isinstance(cache, FullLayer) else None
+        if ends is None:
+            return own(queries, keys, values, cache=cache, mask=mask, **rest)
+        causal = None if columns == 1 else "causal"
+        return mx.concatenate(
+            [
+                own(
+                    queries[row : row + 1],
+                    _upto(keys, row, end),
+                    _upto(values, row, end),
+                    cache=cache,
+                    mask=causal,
+                    **rest,
+                )
+                for row, end in enumerate(ends)
+            ]
+        )
+
+    return attend
+
+
+def _upto(stored: Any, row: int, end: int) -> Any:
+    """One row's first positions of [B, heads, S, dim], or of the parts that quantising gives."""
+    if isinstance(stored, mx.array):
+        return stored[row : row + 1, :, :end]
+    return tuple(part[row : row + 1, :, :end] for part in stored)
