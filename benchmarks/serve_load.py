@@ -359,7 +359,7 @@ def main() -> None:
         seconds = time.perf_counter() - began
         while active(host, port):
             time.sleep(0.05)
-        rounds = rounds_before_the_first_token(port, 20)
+        rounds = rounds_before_the_first_token(port, 8)
     result = _summary(options, report, watch.sizes, seconds) | {
         "rounds_before_the_first_token": {"median": median(rounds), "most": max(rounds)}
     }

@@ -1,6 +1,6 @@
 """What HTTP costs: tokens a second over `spec serve` against the Engine's own, same requests.
 
-    python benchmarks/serve_throughput.py --serve "--mode dspark" --out result.json
+    python benchmarks/serve_throughput.py --mode dspark --out result.json
 
 Trials of both take turns, each with the same number of requests at a time; figures are medians.
 The Engine runs in this process while the server rests, and the other way round. Time to first
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import threading
 import time
@@ -23,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from harness import stamp
 from serve_load import served
 
 from spec_cli import bundled
@@ -179,7 +178,7 @@ def _summary(
         for name in ("http", "http_streamed")
     }
     return {
-        "machine": {"system": platform.platform(), "cores": os.cpu_count()},
+        **stamp(),
         "model": Path(options.model).name,
         "mode": options.mode,
         "dtype": options.dtype,

@@ -112,15 +112,17 @@ class Answers:
         engine = self._service.engine()
         asked = await self._read(Request(scope, receive), settings)
         place, report = self._place, Report.of(scope)
-        try:
-            loop = asyncio.get_running_loop()
-            plan = await loop.run_in_executor(
-                self._service.pool, self._plan, engine, settings, asked
-            )
+
+        def begin() -> Plan:
+            nonlocal place
+            plan = self._plan(engine, settings, asked)
             place = plan.place
             report.asked(plan)
+            return plan
+
+        try:
             async with self._service.run(receive) as run:
-                await run.start(engine, plan.asks)
+                plan = await run.start(begin, engine)
                 reply = Reply(self._service, self._dialect, engine, plan, run, report)
                 if plan.stream:
                     await reply.stream(send)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from types import TracebackType
 from typing import Self
 
 from starlette.types import Receive
 
-from spec_server.engine import Ask, Engine
+from spec_server.engine import Engine
 from spec_server.http.body import ClientGoneError
+from spec_server.http.bridge import Arrived, Bridge
+from spec_server.http.plan import Plan
 from spec_server.job import Event, Job, Sink
 
 
@@ -22,13 +24,14 @@ class Run:
     Args:
         receive: the ASGI channel on which a leaving client is announced.
         pool: threads for what would hold up the event loop.
+        bridge: brings events to this event loop.
     """
 
-    def __init__(self, receive: Receive, pool: Executor) -> None:
+    def __init__(self, receive: Receive, pool: Executor, bridge: Bridge) -> None:
         self._receive = receive
         self._pool = pool
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Event] | BaseException] = asyncio.Queue()
+        self._bridge = bridge
+        self._queue: asyncio.Queue[Arrived] = asyncio.Queue()
         self._jobs: Sequence[Job] = ()
         self._left = False
         self._watcher: asyncio.Task[None] | None = None
@@ -50,13 +53,15 @@ class Run:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watcher
 
-    async def start(self, engine: Engine, asks: Sequence[Ask]) -> None:
-        """Queue all asks, or none; grammars are compiled on another thread.
+    async def start(self, begin: Callable[[], Plan], engine: Engine) -> Plan:
+        """Make a plan and queue all that it asks for, or nothing; on another thread, since prompts
+        are tokenised and grammars compiled.
 
         Raises:
+            ApiError: what is asked cannot be done.
             SpecError: the engine refuses.
         """
-        await self._loop.run_in_executor(self._pool, self._start, engine, asks)
+        return await self._bridge.loop.run_in_executor(self._pool, self._start, begin, engine)
 
     def abort(self, error: BaseException) -> None:
         """End the run with an error; for the event loop's own thread."""
@@ -83,7 +88,7 @@ class Run:
                 event = item[1]
                 open_jobs -= isinstance(event, Exception) or event.completion is not None
 
-    async def _next(self, silence: float) -> tuple[int, Event] | BaseException | None:
+    async def _next(self, silence: float) -> Arrived | None:
         with contextlib.suppress(asyncio.QueueEmpty):
             return self._queue.get_nowait()
         try:
@@ -92,17 +97,15 @@ class Run:
         except TimeoutError:
             return None
 
-    def _start(self, engine: Engine, asks: Sequence[Ask]) -> None:
-        self._jobs = engine.submit_all([(ask, self._sink(i)) for i, ask in enumerate(asks)])
+    def _start(self, begin: Callable[[], Plan], engine: Engine) -> Plan:
+        plan = begin()
+        self._jobs = engine.submit_all([(ask, self._sink(i)) for i, ask in enumerate(plan.asks)])
         if self._left:
             self.cancel()
+        return plan
 
     def _sink(self, index: int) -> Sink:
-        def put(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and the client with it
-                self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
-
-        return put
+        return lambda event: self._bridge.put(self._queue, (index, event))
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -14,6 +14,7 @@ from starlette.types import Receive
 from spec_cache import CacheStats
 from spec_server.activity import Snapshot
 from spec_server.engine import Engine
+from spec_server.http.bridge import Bridge
 from spec_server.http.errors import ApiError, closing, loading
 from spec_server.http.metrics import Metrics
 from spec_server.http.run import Run
@@ -51,6 +52,7 @@ class Service:
         default_factory=lambda: ThreadPoolExecutor(_THREADS, thread_name_prefix="spec-http")
     )
     _runs: set[Run] = field(default_factory=set)
+    _bridge: Bridge | None = None
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self._activity, self._cache)
@@ -83,12 +85,19 @@ class Service:
     @asynccontextmanager
     async def run(self, receive: Receive) -> AsyncIterator[Run]:
         """A run that a shutdown knows of."""
-        async with Run(receive, self.pool) as run:
+        async with Run(receive, self.pool, self._to_this_loop()) as run:
             self._runs.add(run)
             try:
                 yield run
             finally:
                 self._runs.discard(run)
+
+    def _to_this_loop(self) -> Bridge:
+        """One bridge for all requests of an event loop."""
+        loop = asyncio.get_running_loop()
+        if self._bridge is None or self._bridge.loop is not loop:
+            self._bridge = Bridge(loop)
+        return self._bridge
 
     @property
     def open_requests(self) -> int:
