@@ -7,6 +7,7 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -107,6 +108,16 @@ def _anchors(page: Path) -> set[str]:
 def test_pictures_of_a_page_have_words_for_who_cannot_see_them(page: Path) -> None:
     pictures = [words for mark, words, _ in LINK.findall(page.read_text(encoding="utf-8")) if mark]
     assert [words for words in pictures if len(words.split()) < 3] == []
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=named)
+def test_drawings_are_light_stand_alone_and_know_the_dark(picture: Path) -> None:
+    text = picture.read_text(encoding="utf-8")
+    parts = {part.tag.partition("}")[2]: part for part in ElementTree.fromstring(text).iter()}
+    assert parts["title"].text
+    assert "prefers-color-scheme: dark" in (parts["style"].text or "")
+    assert not {"script", "image", "foreignObject", "a"} & parts.keys()
+    assert len(text) < 20_000
 
 
 def test_the_index_leads_to_every_page() -> None:
