@@ -24,6 +24,8 @@ def test_every_block_is_run_read_or_says_why_not() -> None:
     unknown = [b for b in BLOCKS if b.language not in LANGUAGES]
     assert [f"{block}: {block.language}" for block in unknown] == []
     assert [str(block) for block in in_language("javascript")] == []
+    indented = re.compile(r"^ +```(python|console)", re.MULTILINE)
+    assert [named(page) for page in PAGES if indented.search(page.read_text("utf-8"))] == []
     remarks = [b for b in BLOCKS if b.remark and b.runs and not b.needs_server]
     assert [f"{block}: {block.remark}" for block in remarks] == []
 
