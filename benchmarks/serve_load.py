@@ -86,7 +86,7 @@ class Client:
             leave_after: hang up after so many lines of a stream, or so many hundredths of a
                 second where the answer comes as a whole.
         """
-        connection = HTTPConnection(self.host, self.port, timeout=300)
+        connection = HTTPConnection(self.host, self.port, timeout=1800)
         try:
             raw = json.dumps(body)
             connection.request(
@@ -330,7 +330,7 @@ def _texts(port: int, prompt: str, tokens: int) -> Iterator[str]:
         "stream": True,
         **ENDLESS,
     }
-    connection = HTTPConnection("127.0.0.1", port, timeout=300)
+    connection = HTTPConnection("127.0.0.1", port, timeout=1800)
     connection.request(
         "POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"}
     )

@@ -220,7 +220,9 @@ def test_a_head_that_does_not_arrive_is_not_waited_for(slow: tuple[Engine, Gate]
         nothing, half = server.socket(), server.socket()
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127")
         assert read_all(nothing) == b""
-        assert read_all(half) == b""
+        answer = read_all(half)
+        assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "header_timeout"
         again = server.socket()
         again.sendall(request(SHORT, close=False))
         assert b"200 OK" in again.recv(65536)
@@ -245,6 +247,7 @@ def test_connections_are_bounded(slow: tuple[Engine, Gate]) -> None:
             assert b"200 OK" in client.recv(65536)
         answer = read_all(server.socket())
         assert answer.startswith(b"HTTP/1.1 503")
+        assert b"\r\nRetry-After: 1\r\n" in answer
         assert b"too_many_connections" in answer
         for client in held:
             client.close()

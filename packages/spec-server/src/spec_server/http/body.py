@@ -111,7 +111,7 @@ async def _bytes(request: Request, settings: ServerSettings) -> bytes:
     except TimeoutError:
         raise ApiError(
             408,
-            f"the body took more than {settings.body_seconds:g} s to arrive",
+            f"the body took more than {settings.body_seconds:g} s to arrive (--body-seconds)",
             code="body_timeout",
             headers={"Connection": "close"},
         ) from None
