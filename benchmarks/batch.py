@@ -95,7 +95,10 @@ def of_pair(arguments: argparse.Namespace) -> tuple[Target, list[Mode], list[lis
 
     folder, drafter = arguments.pair
     target = load_target(folder, dtype=arguments.dtype).target
-    sets: Mapping[str, list[list[int]]] = json.loads(Path(arguments.prompts).read_text())["prompts"]
+    given = json.loads(Path(arguments.prompts).read_text(encoding="utf-8"))
+    sets: Mapping[str, list[list[int]]] = given.get("prompts") or {
+        name: each["prompts"] for name, each in given["sets"].items()
+    }
     prompts = [prompt for group in zip(*sets.values(), strict=False) for prompt in group]
     dspark = load_drafter(drafter, target, dtype=arguments.dtype)
     modes = [Mode("plain", None)]
@@ -118,7 +121,9 @@ def main() -> None:
     """Parse, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pair", nargs=2, metavar=("TARGET", "DSPARK"))
-    parser.add_argument("--prompts", help="JSON with token ids: {prompts: {set: [[..], ..]}}")
+    parser.add_argument(
+        "--prompts", help="token ids: {prompts: {set: [[..], ..]}}, or a file of tests/eval"
+    )
     parser.add_argument("--shape", default="tiny")
     parser.add_argument("--bits", type=int)
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")

@@ -234,3 +234,51 @@ def test_curves_interpolate_by_length_rows_and_depth() -> None:
     assert curves.seconds(1, 4, 564) == pytest.approx(28.0)
     assert curves.seconds(1, 6, 64) == pytest.approx(22.0)
     assert curves.seconds(4, 0, 1064) == pytest.approx(16.0 + 4 * 10.0)
+
+
+def scored(
+    curve: Sequence[float], believed: Callable[[float], float] | None, *, seed: int
+) -> tuple[float, AdaptiveLength]:
+    """Speed on text in which each block has its own rate, told by scores (None: no scores)."""
+    rng = random.Random(seed)
+    adaptive = policy(curve)
+    tokens = time = 0.0
+    for _ in range(600):
+        rate = rng.choice([0.25, 0.6, 0.97])
+        rows = [RowStatus(key=0, length=10, remaining=1000)]
+        (length,) = adaptive.lengths(rows)
+        if length and believed and adaptive.needs_confidence:
+            (length,) = adaptive.truncate(rows, [length], [[believed(rate)] * length])
+        accepted = 0
+        while accepted < length and rng.random() < rate:
+            accepted += 1
+        taken = curve[length] * (1 + 0.1 * (rng.random() - 0.5))
+        tokens, time = tokens + accepted + 1, time + taken
+        adaptive.observe([RowOutcome(0, tuple(range(accepted + 1)), length, accepted)], taken)
+    return tokens / time, adaptive
+
+
+LINEAR = [10.0, 14.0, 17.0, 20.0, 23.0, 26.0, 29.0, 32.0]
+
+
+def total(curve: Sequence[float], believed: Callable[[float], float] | None) -> float:
+    return sum(scored(curve, believed, seed=seed)[0] for seed in range(6))
+
+
+@pytest.mark.parametrize("curve", [LINEAR, DEAR, UNEVEN])
+@pytest.mark.parametrize("believed", [lambda rate: rate, lambda rate: 1.0 - rate])
+def test_scores_that_tell_something_make_it_faster(
+    curve: list[float], believed: Callable[[float], float]
+) -> None:
+    """Whatever they mean: that is learnt."""
+    assert total(curve, believed) > 1.04 * total(curve, None)
+
+
+@pytest.mark.parametrize("score", [0.3, 0.9])
+def test_scores_that_tell_nothing_cost_next_to_nothing(score: float) -> None:
+    assert total(LINEAR, lambda _: score) > 0.97 * total(LINEAR, None)
+
+
+def test_scores_are_not_asked_for_where_columns_are_nearly_free() -> None:
+    assert not policy(CHEAP).needs_confidence
+    assert policy(DEAR).needs_confidence

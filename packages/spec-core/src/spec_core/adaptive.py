@@ -38,7 +38,8 @@ class Share:
         self.tried = self.passed = 0.0
         self._late_tried = self._late_passed = 0.0
 
-    def observe(self, passed: bool) -> None:
+    def observe(self, passed: float) -> None:
+        """A trial that passed (1), did not (0), or would have with this probability."""
         self.fade(_MEMORY)
         self.tried += 1.0
         self.passed += passed
@@ -61,12 +62,17 @@ class Acceptance:
     def __init__(self) -> None:
         self._slots: list[Share] = []
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        while len(self._slots) < drafted:
+    def observe(self, drafted: int, accepted: int, next_rate: float | None = None) -> None:
+        """What became of a block; `next_rate` is what the first slot behind it was good for, where
+        one was drafted and not verified."""
+        trials = [float(slot < accepted) for slot in range(min(drafted, accepted + 1))]
+        if next_rate is not None and accepted == drafted:
+            trials.append(next_rate)
+        while len(self._slots) < len(trials):
             self._slots.append(Share())
         for slot, share in enumerate(self._slots):
-            if slot < min(drafted, accepted + 1):
-                share.observe(slot < accepted)
+            if slot < len(trials):
+                share.observe(trials[slot])
             else:
                 share.fade(_FADING)
 
@@ -102,6 +108,7 @@ class AdaptiveLength:
     Args:
         curves: what rounds cost on this machine, for this target and drafter.
         longest: cap on the length; None = the longest that was measured.
+        scores: cut blocks where the drafter's confidence says so and fewer columns cost less.
         dwell: the fewest rounds between two changes of length.
         probe_share: the share of time that probing may cost while parked.
 
@@ -109,13 +116,12 @@ class AdaptiveLength:
     choice weighs every row's own acceptance, and the number of rows.
     """
 
-    needs_confidence = False
-
     def __init__(
         self,
         curves: CostCurves,
         longest: int | None = None,
         *,
+        scores: bool = True,
         dwell: int = 16,
         probe_share: float = 0.005,
     ) -> None:
@@ -127,9 +133,16 @@ class AdaptiveLength:
         self._rows: dict[int, Acceptance] = {}
         self._statuses: Sequence[RowStatus] = ()
         self._pace = Pace()
+        self._scores = Scores()
+        self._cuts = scores and self._longest > 1 and self._columns_cost()
         self._length = self._opening()
         self._since_change = self._rounds = 0
         self._probes = Probes()
+        self._cut: dict[int, tuple[Sequence[float], int]] = {}
+
+    @property
+    def needs_confidence(self) -> bool:
+        return self._cuts
 
     def __str__(self) -> str:
         return "auto: parked" if self.parked else f"auto: {self._length}"
@@ -158,7 +171,39 @@ class AdaptiveLength:
         lengths: Sequence[int],
         confidence: Sequence[Sequence[float]],
     ) -> Sequence[int]:
-        return lengths
+        """Cut where so many columns are not worth their time, given these scores; all rows alike,
+        since a round costs what its widest row costs."""
+        known = zip(rows, lengths, confidence, strict=True)
+        self._cut = {row.key: (scores, length) for row, length, scores in known if length}
+        width = self._best_width(rows, lengths, confidence)
+        if self.parked or self._rounds % _UNCUT_EVERY == 0:
+            return lengths
+        return [min(length, width) for length in lengths]
+
+    def _best_width(
+        self,
+        rows: Sequence[RowStatus],
+        lengths: Sequence[int],
+        confidence: Sequence[Sequence[float]],
+    ) -> int:
+        total = [0.0] * (max(lengths) + 1)
+        for row, length, scores in zip(rows, lengths, confidence, strict=True):
+            rates = self._scores.rates(scores[:length], self._rates_of(row))
+            tokens = expected_tokens(rates)
+            for width in range(len(total)):
+                total[width] += tokens[min(width, length)]
+        taken = [self._time(rows, width) for width in range(len(total))]
+        speeds = [tokens / seconds for tokens, seconds in zip(total, taken, strict=True)]
+        best = max(range(1, len(speeds)), key=speeds.__getitem__)
+        if speeds[best] < _WORTH * speeds[-1]:
+            best = len(speeds) - 1
+        self._scores.worth(total[best], taken[best])
+        return best
+
+    def _columns_cost(self) -> bool:
+        """Whether a shorter verify saves enough for a look at the scores before it."""
+        alone = [RowStatus(key=-1, length=0, remaining=1)]
+        return self._seconds(alone, self._longest) > _STEEP * self._seconds(alone, 1)
 
     def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
         if not outcomes:
@@ -166,9 +211,10 @@ class AdaptiveLength:
         drafted = max(outcome.drafted for outcome in outcomes)
         for outcome in outcomes:
             if outcome.drafted:
+                rate = self._learn_scores(outcome)
                 row = self._rows.setdefault(outcome.key, Acceptance())
-                row.observe(outcome.drafted, outcome.accepted)
-                self._shared.observe(outcome.drafted, outcome.accepted)
+                row.observe(outcome.drafted, outcome.accepted, rate)
+                self._shared.observe(outcome.drafted, outcome.accepted, rate)
         self._since_change += 1
         self._rounds += 1
         rows = self._statuses
@@ -185,6 +231,17 @@ class AdaptiveLength:
         if drafted and not self._pace.doubtful and (not self.parked or self._probes.convincing):
             self._reconsider(rows)
 
+    def _learn_scores(self, outcome: RowOutcome) -> float | None:
+        """What a row's scores were worth; the rate of the first slot that was cut, if one was."""
+        scores, asked = self._cut.pop(outcome.key, ((), 0))
+        if not scores:
+            return None
+        self._scores.observe(scores, outcome.drafted, outcome.accepted)
+        if asked <= outcome.drafted:
+            return None
+        prior = self._shared.rates(outcome.drafted + 1)[-1]
+        return self._scores.rate(outcome.drafted, scores[outcome.drafted], prior)
+
     def _forget_absent(self, rows: Sequence[RowStatus]) -> None:
         """Let go of rows that left without an end, once there are many."""
         if len(self._rows) > _MOST_ROWS and len(self._rows) > 2 * len(rows):
@@ -194,12 +251,17 @@ class AdaptiveLength:
     # ------------------------------------------------------------------ the choice
 
     def _opening(self) -> int:
-        """Before any experience: the best length for a row of its own, if that drafts at all."""
+        """Before any experience: the best length for a row of its own, if that drafts at all;
+        the longest where scores cut it."""
+        if self._cuts:
+            return self._longest
         speeds = self._speeds([RowStatus(key=-1, length=0, remaining=1)])
         return max(range(1, len(speeds)), key=speeds.__getitem__)
 
     def _reconsider(self, rows: Sequence[RowStatus]) -> None:
         speeds = self._speeds(rows)
+        if self._cuts and self._scores.speed is not None:
+            speeds[-1] = max(speeds[-1], self._scores.speed)
         best = max(range(len(speeds)), key=speeds.__getitem__)
         gain = speeds[best] / speeds[self._length]
         worth, patience = _WORTH, max(_FIRST_DWELL, self._rounds // 2)
@@ -217,18 +279,21 @@ class AdaptiveLength:
     def _speeds(self, rows: Sequence[RowStatus]) -> list[float]:
         """Expected tokens a second of all rows together, for each length."""
         total = [0.0] * (self._longest + 1)
-        shared = self._shared.rates(self._longest)
         for row in rows:
-            known = self._rows.get(row.key)
-            rates = shared if known is None else known.rates(self._longest, shared)
-            tokens = expected_tokens(rates)
+            tokens = expected_tokens(self._rates_of(row))
             cap = self._longest if row.max_draft is None else row.max_draft
             for length in range(self._longest + 1):
                 total[length] += tokens[min(length, cap)]
-        return [
-            emitted / (self._seconds(rows, length) * self._pace.factor(length))
-            for length, emitted in enumerate(total)
-        ]
+        return [emitted / self._time(rows, length) for length, emitted in enumerate(total)]
+
+    def _rates_of(self, row: RowStatus) -> list[float]:
+        shared = self._shared.rates(self._longest)
+        known = self._rows.get(row.key)
+        return shared if known is None else known.rates(self._longest, shared)
+
+    def _time(self, rows: Sequence[RowStatus], length: int) -> float:
+        """Seconds of a round, by the curves and by what was seen."""
+        return self._seconds(rows, length) * self._pace.factor(length)
 
     def _seconds(self, rows: Sequence[RowStatus], length: int) -> float:
         depth = sum(row.length for row in rows) // max(1, len(rows))
@@ -252,6 +317,57 @@ class AdaptiveLength:
         return max(range(1, len(speeds)), key=speeds.__getitem__)
 
 
+class Scores:
+    """What a drafter's confidence is worth, by slot: the acceptance seen at such scores.
+
+    A slot's score and its acceptance both presume that all slots before it were accepted. Only
+    the order of scores is believed, and that once there is experience with such scores.
+
+    Attributes:
+        speed: tokens a second of blocks cut by scores, lately; None before the first one.
+    """
+
+    def __init__(self) -> None:
+        self._shares: dict[tuple[int, int], Share] = {}
+        self._tokens = self._seconds = 0.0
+
+    @property
+    def speed(self) -> float | None:
+        return self._tokens / self._seconds if self._seconds else None
+
+    def worth(self, tokens: float, seconds: float) -> None:
+        """What a block is expected to give after its cut."""
+        self._tokens = _MEMORY * self._tokens + tokens
+        self._seconds = _MEMORY * self._seconds + seconds
+
+    def rate(self, slot: int, score: float, prior: float) -> float:
+        """Expected acceptance of a slot with this score; `prior` is that with any score."""
+        share = self._shares.get(_score_class(slot, score))
+        tried, passed = (0.0, 0.0) if share is None else (share.tried, share.passed)
+        return (passed + _SCORE_TRIALS * prior) / (tried + _SCORE_TRIALS)
+
+    def rates(self, scores: Sequence[float], priors: Sequence[float]) -> list[float]:
+        """Expected acceptance of a block's slots; priors may be more."""
+        known = zip(scores, priors, strict=False)
+        return [self.rate(slot, score, prior) for slot, (score, prior) in enumerate(known)]
+
+    def observe(self, scores: Sequence[float], drafted: int, accepted: int) -> None:
+        for slot in range(min(drafted, accepted + 1)):
+            key = _score_class(slot, scores[slot])
+            self._shares.setdefault(key, Share()).observe(float(slot < accepted))
+
+
+def _score_class(slot: int, score: float) -> tuple[int, int]:
+    """Slots one by one, then in pairs and fours; scores in fifths."""
+    return min(slot, 2) if slot < 4 else slot.bit_length(), min(int(5.0 * score), 4)
+
+
+_SCORE_TRIALS = 5.0
+"""How many trials the rate with any score weighs."""
+_UNCUT_EVERY = 32
+"""Every so many rounds a block is verified whole, so that what was cut can prove better."""
+_STEEP = 1.25
+"""The longest round costs so much more than the shortest, or scores are not looked at."""
 _WORTH = 1.03
 """A change has to promise this much..."""
 _WORTH_PARKING = 1.08
