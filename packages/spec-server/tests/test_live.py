@@ -260,11 +260,30 @@ def _try(server: Live) -> bytes:
     return read_all(client)
 
 
+def test_nonsense_behind_a_request_does_not_get_into_its_answer(
+    slow: tuple[Engine, Gate],
+) -> None:
+    engine, gate = slow
+    with live(engine) as server:
+        gate.shut()
+        client = server.socket()
+        head, _, body = request({**SHORT, "stream": True}).partition(b"\r\n\r\n")
+        client.sendall(head + b"\r\n\r\n" + body)
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+        client.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+        gate.open()
+        rest = read_all(client)
+        assert b"HTTP/1.1" not in rest
+        eventually(lambda: idle(engine))
+
+
 def test_nonsense_is_refused_and_the_server_lives(slow: tuple[Engine, Gate]) -> None:
     with live(slow[0]) as server:
         client = server.socket()
         client.sendall(b"\x16\x03\x01\x02\x00 nonsense\r\n\r\n")
-        assert b"400" in read_all(client)
+        answer = read_all(client)
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
         assert b"200 OK" in _try(server)
 
 

@@ -6,7 +6,7 @@ import asyncio
 from http import HTTPStatus
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from spec_server.http.errors import ApiError
 from spec_server.http.sse import to_json
@@ -51,6 +51,15 @@ class _Bounded(H11Protocol):
             self._await_head()
         else:
             self._head_is_here()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP gets an envelope too, unless an answer is on its way already: that
+        one breaks off."""
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            self.transport.close()
+        else:
+            self._refuse(ApiError(400, f"this is not HTTP/1.1: {msg}", code="invalid_http"))
 
     def _await_head(self) -> None:
         if self._timer is None:
