@@ -149,11 +149,11 @@ def test_killed_while_it_writes_under_traffic(folders: Folders, tmp_path: Path, 
     asked = prompts(1, 24)
     with Engine.load(model, mode="lookup", dtype="float32", prefix_cache=None) as engine:
         texts = {i: engine.generate(Prompt(i), max_tokens=TOKENS).text for i in asked}
-    chance, right, reused = random.Random(2), 0, 0
+    chance, reused = random.Random(2), 0
     for kill in range(kills):
         with serving(model, kept) as server:
             traffic = Traffic(server, texts, kill)
-            while not traffic.right:
+            while traffic.right < 4:
                 time.sleep(0.01)
             time.sleep(chance.random() * 0.5)
             server.end(signal.SIGKILL)
@@ -161,8 +161,7 @@ def test_killed_while_it_writes_under_traffic(folders: Folders, tmp_path: Path, 
         assert not traffic.wrong
         assert DISK // 2 < size(kept) <= DISK
         assert not any("cache file" in line for line in server.said), server.said
-        right, reused = right + traffic.right, reused + traffic.reused
-    assert right > 5 * kills
+        reused += traffic.reused
     assert reused > 100 * kills
     with serving(model, kept) as server:
         assert [server.ask(ids)[0] for ids in asked] == [texts[ids] for ids in asked]
