@@ -161,6 +161,26 @@ def test_cancelled_requests_are_gone_by_the_next_step() -> None:
         assert ends[2].statistics.queue_seconds == 0
 
 
+def test_submit_and_cancel() -> None:
+    engine, gate = gated_engine()
+    with engine:
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        job = engine.submit(Ask(prompt(1, 3), ENDLESS, 400), events.put)
+        chunks = [events.get(timeout=60)]
+        gate.shut()
+        engine.cancel(job)
+        gate.open()
+        while isinstance(chunks[-1], Chunk) and chunks[-1].completion is None:
+            chunks.append(events.get(timeout=60))
+        assert isinstance(chunks[-1], Chunk)
+        end = chunks[-1].completion
+        assert end is not None
+        assert (end.finish_reason, end.completion_tokens < 400) == ("cancelled", True)
+        engine.cancel(job)
+        eventually(lambda: not engine.activity.running)
+        assert events.empty()
+
+
 def test_limits_out_of_range() -> None:
     for name, value in {
         "max_batch": 0,

@@ -279,10 +279,8 @@ class Engine:
         return AsyncAnswer(lambda: self.stream(prompt, **options))
 
     def submit(self, ask: Ask, sink: Sink) -> Job:
-        """Queue a request; its events go to `sink` on the engine's thread.
-
-        Errors as in `stream`. Setting the job's `cancelled` takes it back.
-        """
+        """Queue a request; its events go to `sink` on the engine's thread. Errors as in `stream`.
+        `cancel` takes it back."""
         return self.submit_all([(ask, sink)])[0]
 
     def submit_all(self, asked: Sequence[tuple[Ask, Sink]]) -> list[Job]:
@@ -290,6 +288,12 @@ class Engine:
         jobs = [self._job(ask, sink) for ask, sink in asked]
         self._worker.submit_all(jobs)
         return jobs
+
+    def cancel(self, job: Job) -> None:
+        """Take a request back before its next forward, from any thread: its row is freed, and its
+        sink gets a last chunk with what there is, which ended as "cancelled". After the answer's
+        end this does nothing."""
+        job.cancelled.set()
 
     @property
     def activity(self) -> Snapshot:
