@@ -125,7 +125,7 @@ def test_1_lossless_with_lengths_that_the_engine_chooses(
 
 
 @drafting
-@every_kind
+@dense_at_least
 def test_2_penalties_under_speculation(serve: Serve, kind: str, mode: str) -> None:
     plain, server = serve(kind, "baseline"), serve(kind, mode)
     variants: list[dict[str, float]] = [
