@@ -187,8 +187,9 @@ def test_a_name_that_is_not_here_is_explained_without_the_network(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("asked the network"))
     found = looked(spec, "--model", "Qwen/Qwen3-4", code=1)["folder"]
-    assert "spec pull Qwen/Qwen3-4" in found["advice"]
-    assert "Qwen/Qwen3-4B" in found["advice"]
+    assert "did you mean Qwen/Qwen3-4B" in found["advice"]
+    known = looked(spec, "--model", "Qwen/Qwen3-4B", code=1)["folder"]
+    assert known["advice"] == "`spec pull Qwen/Qwen3-4B` fetches it"
     drafter = looked(spec, "--model", "spec-tiny", "--drafter", "z-lab/nothing", code=1)["drafter"]
     assert "spec pull z-lab/nothing" in drafter["advice"]
 

@@ -310,9 +310,21 @@ def locate_target(options: LoadOptions) -> Path:
     Raises:
         SpecError: there is no such folder, and the hub does not have it or cannot be reached.
     """
-    from spec_targets import locate
+    from spec_targets import TargetNotFoundError, locate
 
-    return locate(options.model)
+    try:
+        return locate(options.model)
+    except TargetNotFoundError as error:
+        raise ModelLoadError(f"{error}{_meant(options.model)}") from error
+
+
+def _meant(model: str) -> str:
+    """Loadable names of the table of pairs that look like one that was not found."""
+    from spec_drafters.pairs import find_pair, nearest_names
+
+    pairs = [find_pair(name) for name in (model, *nearest_names(model))]
+    names = list(dict.fromkeys(pair.repo or pair.target for pair in pairs if pair is not None))
+    return "" if not names or model in names else f"; did you mean {' or '.join(names[:3])}?"
 
 
 def load_target_parts(options: LoadOptions, folder: Path) -> TargetParts:
@@ -415,7 +427,7 @@ def load_drafter_parts(
     if choice.path is None:
         return DrafterParts(Lookup(), None, choice.fallbacks)
     try:
-        drafter = _load_trained(options, parts, choice.path)
+        drafter = _load_trained(options, parts, choice)
     except SpecError as error:
         if options.mode != "auto" or options.drafter is not None:
             raise
@@ -427,12 +439,16 @@ def load_drafter_parts(
 
 def _trained(options: LoadOptions, target_folder: Path, hub: Hub | None) -> DrafterChoice:
     """The drafter with weights that was named, or is known for the target."""
+    from spec_drafters.errors import DrafterError
     from spec_drafters.load import inspect_drafter
     from spec_drafters.resolve import resolve
 
     source = options.drafter or _known_drafter(options, target_folder)
     path = resolve(source, beside=target_folder, hub=hub)
-    spec = inspect_drafter(path)
+    try:
+        spec = inspect_drafter(path)
+    except DrafterError as error:
+        raise cannot_draft(source, error) from error
     if options.mode not in ("auto", spec.mode):
         raise ModelLoadError(
             f"{source} is a {spec.mode} drafter, but the mode is {options.mode}; "
@@ -463,11 +479,24 @@ def _known_drafter(options: LoadOptions, target_folder: Path) -> str:
     return known.source
 
 
-def _load_trained(options: LoadOptions, parts: TargetParts, path: Path) -> Drafter:
+def cannot_draft(source: str | None, error: SpecError) -> ModelLoadError:
+    """What to say of a drafter that cannot be used for the target."""
+    return ModelLoadError(
+        f"{source} cannot draft: {error}; name a drafter that was made for this target, or leave "
+        "it out"
+    )
+
+
+def _load_trained(options: LoadOptions, parts: TargetParts, choice: DrafterChoice) -> Drafter:
+    from spec_drafters.errors import DrafterError
     from spec_drafters.load import load_drafter
 
+    assert choice.path is not None
     dtype = drafter_dtype(parts.dtype)
-    return load_drafter(path, parts.target, bits=drafter_bits(options), dtype=dtype)
+    try:
+        return load_drafter(choice.path, parts.target, bits=drafter_bits(options), dtype=dtype)
+    except DrafterError as error:
+        raise cannot_draft(choice.source, error) from error
 
 
 def drafter_dtype(dtype: str) -> str:

@@ -39,13 +39,21 @@ def machine(cpu_blas: str) -> Iterator[Finding]:
 
 
 def python() -> Finding:
-    """The interpreter."""
-    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    seen = f"{platform.python_version()} ({platform.python_implementation()}) on {system}"
+    """The interpreter and what it runs on."""
+    seen = f"{platform.python_version()} ({platform.python_implementation()}) on {_system()}"
     if sys.platform == "darwin" and platform.machine() != "arm64":
-        advice = "MLX runs on Apple silicon only; on such a Mac install a Python for arm64"
+        advice = "MLX runs on Apple silicon only, and needs a Python built for arm64"
         return Finding(_SECTION, "Python", "problem", seen, advice)
     return Finding(_SECTION, "Python", "ok", seen)
+
+
+def _system() -> str:
+    """For instance "macOS 15.1, arm64" or "Linux with glibc 2.36, x86_64"."""
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]}, {platform.machine()}"
+    library, release = platform.libc_ver()
+    shown = f" with {library} {release}" if library else ""
+    return f"{platform.system()}{shown}, {platform.machine()}"
 
 
 def mlx_error() -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_cli.doctor.finding import Finding
+from spec_cli.doctor.finding import Finding, Status
 from spec_cli.sizes import in_bytes
 from spec_core.errors import SpecError
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from spec_core.seams import TargetInfo
     from spec_drafters.spec import DrafterSpec
     from spec_server import LoadOptions
+    from spec_server.loading import DrafterChoice
     from spec_server.memory import RowCost
 
 _SECTION = "model"
@@ -86,7 +87,6 @@ def model(asked: Asked) -> Iterator[Finding]:
 def _folder(name: str) -> Path | Finding:
     """Where the files are, or why they are not there."""
     from spec_cli.hub import cache_folder, snapshot
-    from spec_drafters.pairs import nearest_names
 
     path = Path(name).expanduser()
     if path.is_dir():
@@ -97,15 +97,20 @@ def _folder(name: str) -> Path | Finding:
     cached = snapshot(name)
     if cached is not None:
         return cached
+    seen = f"{name} is no folder here, and nothing of that name is in {cache_folder()}"
+    return Finding(_SECTION, "folder", "problem", seen, _get_model(name))
+
+
+def _get_model(name: str) -> str:
+    """How to come by a model that is missing."""
+    from spec_drafters.pairs import nearest_names
+
     near = nearest_names(name)
-    like = f"; names like it: {', '.join(near)}" if near else ""
-    return Finding(
-        _SECTION,
-        "folder",
-        "problem",
-        f"{name} is no folder here, and nothing of that name is in {cache_folder()}",
-        f"run `spec pull {name}`, or name a folder{like}",
-    )
+    if "/" in name and (name in near or not near):
+        return f"`spec pull {name}` fetches it"
+    if not near:
+        return "name a folder, or a hub id (owner/name)"
+    return f"did you mean {' or '.join(near)}? `spec pull` fetches it"
 
 
 def _files(folder: Path, load: LoadOptions) -> Iterator[Finding]:
@@ -123,7 +128,8 @@ def _files(folder: Path, load: LoadOptions) -> Iterator[Finding]:
         yield Finding(_SECTION, "files", "problem", str(error), _again(load.model))
         return
     count = len(list(folder.glob("*.safetensors")))
-    yield Finding(_SECTION, "files", "ok", f"config.json and {count} weight file(s), all whole")
+    weights = "one weight file" if count == 1 else f"{count} weight files"
+    yield Finding(_SECTION, "files", "ok", f"config.json and {weights}, all of it whole")
     family = read_config(folder)["model_type"]
     yield Finding(_SECTION, "family", "ok", f"{family}, which mlx-{library} runs")
     yield _tokeniser(folder, load)
@@ -176,26 +182,42 @@ def _found(folder: Path, load: LoadOptions) -> Found:
 
 def _drafter(load: LoadOptions, found: Found) -> tuple[Finding, DrafterSpec | None]:
     """What would draft; its spec if it is a model that fits."""
-    from spec_drafters.fit import fit
-    from spec_drafters.load import inspect_drafter
-    from spec_drafters.resolve import HuggingFaceHub
-    from spec_server.loading import choose_drafter
-
     if load.mode == "baseline":
         return Finding(_SECTION, "drafter", "ok", "none: the mode is baseline"), None
     try:
-        choice = choose_drafter(load, found.folder, hub=HuggingFaceHub(ask=False))
-        spec = None if choice.path is None else inspect_drafter(choice.path)
-        if spec is not None:
-            fit(spec, found.info, lends=True)
+        choice, spec = _chosen(load, found)
     except SpecError as error:
-        return Finding(_SECTION, "drafter", "problem", str(error), _get_drafter(load)), None
+        asked = load.drafter is not None or load.mode != "auto"
+        seen = str(error) if asked else f"{error}; drafting by lookup instead"
+        status: Status = "problem" if asked else "note"
+        return Finding(_SECTION, "drafter", status, seen, _get_drafter(load)), None
     if spec is None:
         seen = choice.fallbacks[0] if choice.fallbacks else "lookup: it copies from the text"
-        status: Any = "note" if choice.fallbacks else "ok"
+        status = "note" if choice.fallbacks else "ok"
         return Finding(_SECTION, "drafter", status, seen, _get_drafter(load)), None
     seen = f"{spec.mode}, {choice.source}: {spec.max_block} guesses a round, fits the target"
     return Finding(_SECTION, "drafter", "ok", seen), spec
+
+
+def _chosen(load: LoadOptions, found: Found) -> tuple[DrafterChoice, DrafterSpec | None]:
+    """The drafter that an engine would take, and its spec if it is a model.
+
+    Raises:
+        SpecError: what was asked for cannot draft.
+    """
+    from spec_drafters.errors import MisfitError
+    from spec_drafters.fit import fit
+    from spec_drafters.load import inspect_drafter
+    from spec_drafters.resolve import HuggingFaceHub
+    from spec_server.loading import cannot_draft, choose_drafter
+
+    choice = choose_drafter(load, found.folder, hub=HuggingFaceHub(ask=False))
+    if choice.path is None:
+        return choice, None
+    try:
+        return choice, fit(inspect_drafter(choice.path), found.info, lends=True)
+    except MisfitError as error:
+        raise cannot_draft(choice.source, error) from error
 
 
 def _get_drafter(load: LoadOptions) -> str:
@@ -204,6 +226,8 @@ def _get_drafter(load: LoadOptions) -> str:
 
     if load.mode == "lookup":
         return ""
+    if load.drafter is not None and Path(load.drafter).expanduser().exists():
+        return "`spec models` lists the drafters that are known for a target"
     if load.drafter is not None:
         return f"`spec pull {load.drafter}` fetches it, if it is one that fits"
     pair = find_pair(load.model)

@@ -128,7 +128,7 @@ def breakages(version_of: VersionOf = installed) -> Iterator[Finding]:
     for one in found:
         yield Finding(_SECTION, "known breakage", "problem", one.what, one.advice)
     if not found:
-        seen = f"none of the {len(BREAKAGES)} known ones"
+        seen = f"none of the {len(BREAKAGES)} that this program knows of"
         yield Finding(_SECTION, "known breakages", "ok", seen)
 
 
