@@ -3,9 +3,10 @@
 Drives spec_core's batch with spec_cache's own reuse, as the engine does. Times are medians; cold
 and warm take turns. Needs spec_core, spec_targets, spec_drafters and spec_cache only.
 
-    python benchmarks/prefix_cache.py --out benchmarks/results/prefix-cache-spec-tiny-cpu.json
+    OPENBLAS_NUM_THREADS=1 python benchmarks/prefix_cache.py --out \
+        benchmarks/results/prefix-cache-spec-tiny-cpu.json
     python benchmarks/prefix_cache.py --model SMOLLM2 --drafter tests/models/smollm2-135m-dspark \
-        --prefix 7500 --repeat 3 --conversations 0 --out ...
+        --dtype bfloat16 --prefix 7500 --repeat 3 --misses 3 --conversations 0 --out ...
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from spec_targets import load_target
 ROOT = Path(__file__).parents[1]
 BUNDLED = ROOT / "packages" / "spec-cli" / "src" / "spec_cli" / "models"
 NAMESPACE = Namespace(target="benchmark")
-BLOCK = 64
 AT_ONCE = 256 << 20
 
 
@@ -57,10 +57,11 @@ class Turn:
 class Runner:
     """Runs requests one at a time, with or without a cache."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, chunk: int) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, chunk: int, block: int) -> None:
         self.target = target
         self.drafter = drafter
         self._chunk = chunk
+        self._block = block
         self._random = random.Random(0)
         probe = target.new_state(1)
         forward = target.forward(mx.array([[1, 2]], dtype=mx.int32), probe, logits="last")
@@ -69,12 +70,15 @@ class Runner:
         image = probe.image(0)
         held = image.per_token.values()
         reaches = [p.reach for p in held if p.reach is not None]
-        self._exact = bool(image.at_end) or any(r < max(BLOCK, chunk) for r in reaches)
+        self._exact = bool(image.at_end) or any(r < max(block, chunk) for r in reaches)
         per_token = sum(p.array.nbytes // p.array.shape[0] for p in held)
         self._at_once = 0 if reaches or image.at_end else AT_ONCE // per_token
 
     def text(self, length: int) -> tuple[int, ...]:
         return tuple(self._random.randrange(self.target.info.vocab_size) for _ in range(length))
+
+    def cache(self, ram: int = 4 << 30, disk: int = 0, folder: Path | None = None) -> PrefixCache:
+        return PrefixCache(ram, disk, folder, self._block)
 
     def reuse(self, cache: PrefixCache) -> PrefixReuse:
         return PrefixReuse(cache, NAMESPACE, exact=self._exact, at_once=self._at_once)
@@ -116,7 +120,7 @@ class Runner:
 def follow_up(runner: Runner, prefix: int, new: int, repeat: int) -> dict[str, Any]:
     """Time to the first token of a second turn, cold and warm in turns."""
     cold, warm, full = [], [], []
-    with PrefixCache(4 << 30) as cache:
+    with runner.cache() as cache:
         for _ in range(repeat + 1):
             prompt = runner.text(prefix)
             turn = (*prompt, *runner.run(prompt, cache, 16).answer, *runner.text(new))
@@ -147,7 +151,7 @@ def miss(runner: Runner, length: int, repeat: int) -> dict[str, Any]:
     """What a prompt that was never seen takes longer for the cache's sake, and what keeping it
     takes once its first token is out."""
     plain, missed = [], []
-    with PrefixCache(4 << 30) as cache:
+    with runner.cache() as cache:
         for _ in range(repeat + 1):
             plain.append(runner.run(runner.text(length), None))
             missed.append(runner.run(runner.text(length), cache))
@@ -167,35 +171,42 @@ def miss(runner: Runner, length: int, repeat: int) -> dict[str, Any]:
 
 
 def memory(runner: Runner, conversations: int, length: int, ram: int, disk: int) -> dict[str, Any]:
-    """The most that distinct conversations take, and decoding beside a full cache."""
-    before = speed(runner)
+    """The most that distinct conversations take; and decoding of requests that the cache has
+    nothing to do with, while it evicts and its thread writes, and once that thread rests."""
     mx.clear_cache()
     own, most, most_disk = mx.get_active_memory(), 0, 0
+    beside: list[float] = []
+    at_rest: list[float] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        PrefixCache(ram, disk, Path(folder) / "cache") as cache,
+        runner.cache(ram, disk, Path(folder) / "cache") as cache,
     ):
-        for _ in range(conversations):
+        for number in range(conversations):
             runner.run(runner.text(length), cache)
             most = max(most, mx.get_active_memory() - own)
-            most_disk = max(most_disk, size_of(Path(folder)))
-        during = speed(runner)
+            if number % 10 == 9:
+                beside.append(speed(runner))
+                most_disk = max(most_disk, size_of(Path(folder)))
+                cache.flush()
+                at_rest.append(speed(runner))
         cache.flush()
         most_disk = max(most_disk, size_of(Path(folder)))
         seen = cache.stats()
-        image = seen.ram_bytes // max(1, seen.ram_entries)
     return {
         "conversations": conversations,
         "tokens_each": length,
         "ram_limit": ram,
         "most_active_over_model": most,
         "ram_used": seen.ram_bytes,
-        "bytes_an_entry": image,
+        "bytes_an_entry": seen.ram_bytes // max(1, seen.ram_entries),
         "disk_limit": disk,
         "most_on_disk": most_disk,
         "evicted": seen.evicted_ram,
         "evicted_files": seen.evicted_disk,
-        "unrelated_tokens_per_second": {"before": before, "beside_a_full_cache": during},
+        "unrelated_tokens_per_second": {
+            "while_it_writes": round(median(beside), 1),
+            "while_it_rests": round(median(at_rest), 1),
+        },
     }
 
 
@@ -210,25 +221,26 @@ def size_of(folder: Path) -> int:
     return total
 
 
-def speed(runner: Runner, tokens: int = 128) -> float:
+def speed(runner: Runner, tokens: int = 32) -> float:
     """Tokens a second of a request that the cache has nothing to do with."""
-    taken = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        runner.run((1, 2, 3, 4), None, tokens)
-        taken.append(time.perf_counter() - begun)
-    return round(tokens / median(taken), 1)
+    begun = time.perf_counter()
+    runner.run((1, 2, 3, 4), None, tokens)
+    return tokens / (time.perf_counter() - begun)
 
 
 def shared(runner: Runner, system: int) -> dict[str, Any]:
-    """Bytes after one conversation, and after a second with the same system prompt."""
+    """Bytes after one conversation, and after a second with the same system prompt: as the cache
+    counts them, and as MLX does beyond the model's own."""
     prompt = runner.text(system)
-    held = []
-    with PrefixCache(4 << 30) as cache:
+    counted, active = [], []
+    mx.clear_cache()
+    own = mx.get_active_memory()
+    with runner.cache() as cache:
         for _ in range(2):
             runner.run((*prompt, *runner.text(24)), cache)
-            held.append(cache.stats().ram_bytes)
-    return {"system_tokens": system, "bytes_of_one": held[0], "bytes_of_two": held[1]}
+            counted.append(cache.stats().ram_bytes)
+            active.append(mx.get_active_memory() - own)
+    return {"system_tokens": system, "bytes_counted": counted, "bytes_active": active}
 
 
 def main() -> None:
@@ -241,7 +253,9 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=16, help="tokens of the second turn")
     parser.add_argument("--system", type=int, default=2000)
     parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--misses", type=int, default=9)
     parser.add_argument("--conversations", type=int, default=500)
     parser.add_argument("--length", type=int, default=130, help="tokens of a conversation")
     parser.add_argument("--ram", type=int, default=64, help="MiB")
@@ -250,17 +264,20 @@ def main() -> None:
     arguments = parser.parse_args()
     target = load_target(arguments.model, dtype=arguments.dtype).target
     drafter = load_drafter(arguments.drafter, target, dtype=getattr(mx, arguments.dtype))
-    runner = Runner(target, drafter, arguments.chunk)
+    runner = Runner(target, drafter, arguments.chunk, arguments.block)
     runner.run(runner.text(arguments.prefix), None, 16)
     parts: dict[str, Any] = {
         "model": Path(arguments.model).name,
         "drafter": Path(arguments.drafter).name,
         "dtype": arguments.dtype,
+        "block": arguments.block,
     }
-    parts["follow_up"] = follow_up(runner, arguments.prefix, arguments.new, arguments.repeat)
-    print(parts["follow_up"], flush=True)
-    parts["miss"] = miss(runner, arguments.prefix, arguments.repeat)
-    print(parts["miss"], flush=True)
+    if arguments.repeat:
+        parts["follow_up"] = follow_up(runner, arguments.prefix, arguments.new, arguments.repeat)
+        print(parts["follow_up"], flush=True)
+    if arguments.misses:
+        parts["miss"] = miss(runner, arguments.prefix, arguments.misses)
+        print(parts["miss"], flush=True)
     if arguments.system:
         parts["shared"] = shared(runner, arguments.system)
     if arguments.conversations:

@@ -20,7 +20,7 @@ from spec_server.scheduler import Models, Scheduler
 __all__ = ["Limits", "Models", "Worker"]
 
 _STORED_AT_ONCE = 256 << 20
-"""Bytes of a prompt's state that are stored together; a quarter of the cache at most."""
+"""The most bytes of a prompt's state that are stored together."""
 
 
 class Worker:
@@ -132,14 +132,9 @@ class Worker:
         reuse = None
         if self._cache is not None:
             kept, namespace = self._cache(self.memory)
-            ram = kept.stats().ram_limit
-            self.memory = self.memory.without(ram)
-            cost = self.memory.cost
-            forgets = 0 < cost.reach < max(kept.block, self._limits.prefill_chunk)
-            most = min(_STORED_AT_ONCE, ram // 4)
-            at_once = 0 if cost.fixed or cost.reach else int(most / max(1.0, cost.per_token))
-            exact = cost.fixed > 0 or forgets
-            reuse = PrefixReuse(kept, namespace, exact=exact, at_once=at_once)
+            self.memory = self.memory.without(kept.stats().ram_limit)
+            reuse, copies = _reuse(kept, namespace, self.memory, self._limits)
+            self.memory = self.memory.without(copies)
         return Scheduler(models, self._limits, self.memory, self.activity, reuse)
 
     def _receive(self, scheduler: Scheduler) -> bool:
@@ -172,3 +167,19 @@ class Worker:
         scheduler.fail_waiting(
             EngineClosedError("the engine was closed before the request was run")
         )
+
+
+def _reuse(
+    kept: PrefixCache, namespace: Namespace, memory: MemoryBudget, limits: Limits
+) -> tuple[PrefixReuse, int]:
+    """The prefix cache beside the batch, and the bytes of the copies it makes on the way."""
+    cost = memory.cost
+    forgets = 0 < cost.reach < max(kept.block, limits.prefill_chunk)
+    exact = cost.fixed > 0 or forgets
+    if cost.fixed or cost.reach:
+        return PrefixReuse(kept, namespace, exact=exact), 0
+    most = min(_STORED_AT_ONCE, kept.stats().ram_limit // 4)
+    if memory.room is not None:
+        most = min(most, int(memory.room) // 8)
+    at_once = int(most / max(1.0, cost.per_token))
+    return PrefixReuse(kept, namespace, exact=exact, at_once=at_once), 2 * most
