@@ -15,7 +15,7 @@ import yaml
 from .blocks import BLOCKS, PAGES, ROOT, SERVED, Block, blocks, commands, in_language, named, shown
 
 LANGUAGES = {"python", "console", "toml", "json", "yaml", "javascript", "text", ""}
-LONGEST_SECONDS = 300
+LONGEST_SECONDS = 600
 """A block that runs for so long waits for something; most take two seconds."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)[^)]*\)")
 
