@@ -133,7 +133,7 @@ def test_benchmark_compares_every_setting_with_plain_decoding(spec: Spec, tmp_pa
     prompts = tmp_path / "mine.txt"
     prompts.write_text("Write a Python function that checks if a number is even.\n\n")
     arguments = ("--trials", "1", "--max-tokens", "20", "--prompts", str(prompts), "--json")
-    ran = spec("benchmark", *arguments, "--modes", "dspark,lookup", "--max-draft", "2,full")
+    ran = spec("benchmark", *arguments, "--modes", "dspark,lookup", "--max-draft", "2,full,998,999")
     assert ran.code == 0, ran.err
     record = json.loads(ran.out)
     assert {"device", "versions", "model", "drafter", "prompts", "runs", "verdict"} <= set(record)
@@ -144,8 +144,10 @@ def test_benchmark_compares_every_setting_with_plain_decoding(spec: Spec, tmp_pa
         ("mlx_lm", None),
         ("dspark", 2),
         ("dspark", None),
+        ("dspark", 7),
         ("lookup", 2),
         ("lookup", None),
+        ("lookup", 32),
     ]
     for run in runs:
         assert set(run) >= RUN_KEYS

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from spec_cli.bench.prompts import PromptSet
     from spec_cli.bench.report import Context, Grid, Report
     from spec_cli.bench.trial import Setting
-    from spec_server.loading import DrafterChoice, LoadOptions, TargetParts
+    from spec_core import Drafter
+    from spec_server.loading import DrafterChoice, LoadOptions, MaxDraft, TargetParts
     from spec_server.text import Tokeniser
 
 EVERYDAY = ("chat", "tool", "code")
@@ -248,7 +249,7 @@ def _settings(
         before = mx.get_active_memory()
         drafting = load_drafter_parts(variant, parts, choice)
         size = mx.get_active_memory() - before
-        for length in options["lengths"]:
+        for length in _in_force(options["lengths"], drafting.drafter):
             capped = replace(variant, max_draft=length)
             curves = None
             if length == "auto":
@@ -269,6 +270,12 @@ def _settings(
                 )
             )
     return settings
+
+
+def _in_force(lengths: Iterable[MaxDraft], drafter: Drafter | None) -> list[MaxDraft]:
+    """The lengths, none beyond the drafter's block, and none twice."""
+    block = 0 if drafter is None else drafter.max_block
+    return list(dict.fromkeys(min(n, block) if isinstance(n, int) else n for n in lengths))
 
 
 def _reference(parts: TargetParts, tokeniser: Tokeniser) -> dict[str, Runner]:
