@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
 from spec_server import Engine, Limits
-from spec_server.http import ServerSettings
+from spec_server.http import EngineSlot, ServerSettings
 
 from .gated import gated_engine
 from .live import eventually, live
@@ -176,6 +176,20 @@ def test_errors_are_the_right_exceptions(client: OpenAI) -> None:
     with pytest.raises(openai.AuthenticationError) as locked:
         client.with_options(api_key="guess").models.list()
     assert locked.value.code == "invalid_api_key"
+
+
+def test_refusals_that_are_not_about_the_request(client: OpenAI) -> None:
+    page = client.with_options(default_headers={"Origin": "https://evil.example"})
+    with pytest.raises(openai.PermissionDeniedError) as elsewhere:
+        page.chat.completions.create(model=MODEL, messages=user("S"))
+    assert elsewhere.value.code == "origin_not_allowed"
+    with (
+        live(EngineSlot()) as server,
+        OpenAI(base_url=server.url, api_key="-", max_retries=0) as early,
+        pytest.raises(openai.InternalServerError) as loading,
+    ):
+        early.chat.completions.create(model=MODEL, messages=user("S"))
+    assert (loading.value.status_code, loading.value.code) == (503, "loading")
 
 
 def test_an_error_inside_a_stream_is_raised() -> None:
