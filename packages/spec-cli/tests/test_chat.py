@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_cli import bundled
+from spec_cli.chat.conversation import ConversationError, load
 from spec_cli.chat.reader import PlainReader
 from spec_server import Engine
 
@@ -74,16 +75,26 @@ def test_a_conversation_has_the_answers_of_plain_decoding(spec: Spec, engine: En
     assert "17 + 25 = 42" in ran.err  # the thought
 
 
-def test_quiet_says_nothing_but_answers(spec: Spec) -> None:
-    ran = spec("chat", "-q", stdin=lines(SECOND))
-    assert (ran.code, ran.err) == (0, "")
-
-
-def test_system_message_and_clear(spec: Spec, engine: Engine) -> None:
-    told = ("/system Answer in one word.", FIRST, "/clear", FIRST, "/system none", "/clear", FIRST)
-    ran = spec("chat", "-q", stdin=lines(*told))
-    (with_system,) = answers(engine, FIRST, system="Answer in one word.")
-    assert ran.out == lines(with_system, with_system, *answers(engine, FIRST))
+def test_quiet_system_message_clear_and_a_slash(spec: Spec, engine: Engine) -> None:
+    told = "Answer in one word."
+    ran = spec(
+        *("chat", "-q", "--max-tokens", "30"),
+        stdin=lines(
+            *(f"/system {told}", FIRST, "/clear", FIRST),
+            *("/system none", "/clear", FIRST, "/clear", "//help"),
+        ),
+    )
+    (with_system,) = answers(engine, FIRST, system=told, max_tokens=30)
+    (without,) = answers(engine, FIRST, max_tokens=30)
+    (slash,) = answers(engine, "/help", max_tokens=30)
+    assert ran.out == lines(with_system, with_system, without, slash)
+    assert ran.code == 0
+    assert {line.partition(":")[0] for line in ran.err.splitlines()} <= {
+        "system message",
+        "there is no system message",
+        "the conversation begins anew",
+        "the conversation begins anew; the system message stays",
+    }
 
 
 def test_settings_act_as_the_options_do(spec: Spec) -> None:
@@ -97,26 +108,27 @@ def test_settings_act_as_the_options_do(spec: Spec) -> None:
     assert "max_tokens = 20" in chat.err
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", "-1"),
-        ("temperature", "warm"),
-        ("top-p", "0"),
-        ("top-k", "2.5"),
-        ("repetition-penalty", "0"),
-        ("seed", "x"),
-        ("max-tokens", "0"),
-        ("max-draft", "-1"),
-    ],
+WRONG = (
+    ("temperature", "-1"),
+    ("temperature", "warm"),
+    ("top-p", "0"),
+    ("top-k", "2.5"),
+    ("repetition-penalty", "0"),
+    ("seed", "x"),
+    ("max-tokens", "0"),
+    ("max-draft", "-1"),
 )
-def test_settings_have_the_rules_of_the_options(spec: Spec, name: str, value: str) -> None:
-    option = spec("generate", f"--{name}", value, FIRST)
-    chat = spec("chat", stdin=lines(f"/set {name} {value}", f"/set {name}"))
-    assert (option.code, chat.code) == (2, 1)
-    refused = chat.err.splitlines()[0].removeprefix("spec: ").rpartition(": ")[2]
-    assert refused in option.err
-    assert not chat.err.splitlines()[-1].endswith(f"= {value}")
+
+
+def test_settings_have_the_rules_of_the_options(spec: Spec) -> None:
+    chat = spec("chat", stdin=lines(*(f"/set {name} {value}" for name, value in WRONG), "/set"))
+    assert chat.code == 1
+    refused, kept = chat.err.splitlines()[: len(WRONG)], chat.err.splitlines()[len(WRONG) :]
+    for (name, value), sentence in zip(WRONG, refused, strict=True):
+        option = spec("generate", f"--{name}", value, FIRST)
+        assert option.code == 2
+        assert sentence.removeprefix("spec: ").rpartition(": ")[2] in option.err
+        assert f"{name.replace('-', '_')} = {value}" not in kept
 
 
 def test_thinking_can_be_switched(spec: Spec, engine: Engine) -> None:
@@ -125,27 +137,28 @@ def test_thinking_can_be_switched(spec: Spec, engine: Engine) -> None:
     assert "17 + 25 = 42" not in ran.err
 
 
-@pytest.mark.parametrize(
-    ("line", "sentence"),
-    [
-        ("/stat", "did you mean /stats?"),
-        ("/zzz", "/help lists"),
-        ("/set temprature 1", "did you mean temperature?"),
-        ("/set max_draft auto", "--max-draft auto"),
-        ("/save", "needs a file's name"),
-        ("/load nowhere.json", "nowhere.json cannot be read"),
-        (f"/load {__file__}", "is no saved conversation"),
-        (f"/save {__file__}", "choose another name"),
-        ("word " * 5000, "4096 positions"),
-    ],
-)
+IMPOSSIBLE = {
+    "/stat": "did you mean /stats?",
+    "/zzz": "/help lists",
+    "/set temprature 1": "did you mean temperature?",
+    "/set max_draft auto": "--max-draft auto",
+    "/save": "needs a file's name",
+    "/load nowhere.json": "nowhere.json cannot be read",
+    f"/load {__file__}": "is no saved conversation",
+    f"/save {__file__}": "choose another name",
+    "word " * 5000: "4096 positions",
+}
+
+
 def test_what_cannot_be_done_is_one_sentence_and_the_chat_goes_on(
-    spec: Spec, line: str, sentence: str
+    spec: Spec, engine: Engine
 ) -> None:
-    ran = spec("chat", "--max-tokens", "4", stdin=lines(line, "Hello"))
+    ran = spec("chat", "--max-tokens", "4", stdin=lines(*IMPOSSIBLE, FIRST))
     assert ran.code == 1
-    assert sentence in ran.err.splitlines()[0]
-    assert ran.out.strip()
+    for sentence, line in zip(IMPOSSIBLE.values(), ran.err.splitlines(), strict=False):
+        assert line.startswith("spec: ")
+        assert sentence in line
+    assert ran.out == lines(*answers(engine, FIRST, max_tokens=4))
 
 
 def test_a_saved_conversation_goes_on(spec: Spec, engine: Engine, tmp_path: Path) -> None:
@@ -156,27 +169,21 @@ def test_a_saved_conversation_goes_on(spec: Spec, engine: Engine, tmp_path: Path
     assert ran.out == lines(answers(engine, FIRST, SECOND)[1])
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"form": "spec chat 1", "system": None, "messages": [{"role": "user", "content": "x"}]},
-        {"form": "spec chat 1", "system": 3, "messages": []},
-        {"form": "spec chat 1", "system": None, "messages": [[], []]},
-        {"form": "other", "system": None, "messages": []},
-        [],
-    ],
+DAMAGED: tuple[Any, ...] = (
+    {"form": "spec chat 1", "system": None, "messages": [{"role": "user", "content": "x"}]},
+    {"form": "spec chat 1", "system": 3, "messages": []},
+    {"form": "spec chat 1", "system": None, "messages": [[], []]},
+    {"form": "other", "system": None, "messages": []},
+    [],
 )
-def test_a_damaged_file_is_refused(spec: Spec, tmp_path: Path, content: Any) -> None:
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_file_is_refused(tmp_path: Path, content: Any) -> None:
     file = tmp_path / "talk.json"
     file.write_text(json.dumps(content))
-    ran = spec("chat", stdin=lines(f"/load {file}"))
-    assert ran.code == 1
-    assert "no saved conversation" in ran.err
-
-
-def test_two_slashes_send_one_to_the_model(spec: Spec, engine: Engine) -> None:
-    ran = spec("chat", "-q", "--max-tokens", "8", stdin=lines("//help"))
-    assert ran.out == lines(*answers(engine, "/help", max_tokens=8))
+    with pytest.raises(ConversationError, match="no saved conversation"):
+        load(file)
 
 
 def test_help_and_stats_name_everything(spec: Spec) -> None:
