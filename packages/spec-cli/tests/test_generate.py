@@ -338,3 +338,18 @@ def test_an_internal_error_is_one_sentence(spec: Spec, monkeypatch: pytest.Monke
     ran = spec("generate", "Hello")
     assert ran.code == 70
     assert "internal error: ZeroDivisionError: a bug" in ran.err
+
+
+@pytest.mark.parametrize(("given", "bits"), [("auto", "auto"), ("none", None), ("8", 8)])
+def test_the_drafter_s_bits_reach_the_engine(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch, given: str, bits: object
+) -> None:
+    seen: list[object] = []
+
+    def watched(*_: object, **options: object) -> NoReturn:
+        seen.append(options["drafter_bits"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("spec_server.Engine.load", watched)
+    spec("generate", "--drafter-bits", given, "Hello")
+    assert seen == [bits]

@@ -27,7 +27,7 @@ def drafting(options: Mapping[str, Any]) -> dict[str, Any]:
         "confidence_threshold": options["confidence_threshold"],
         "dtype": options["dtype"],
         "kv_bits": bits(options["kv_bits"]),
-        "drafter_bits": bits(options["drafter_bits"]) or "auto",
+        "drafter_bits": bits(options["drafter_bits"]),
         "trust_remote_code": options["trust_remote_code"],
     }
 

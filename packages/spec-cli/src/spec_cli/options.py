@@ -169,6 +169,7 @@ def _log_to_stderr(level: str, timed: bool) -> None:
 
 BITS = click.Choice(("4", "8"))
 
+
 model_option = click.option(
     "--model", metavar="FOLDER|ID", help="Target model. [default: the bundled spec-tiny]"
 )
@@ -193,7 +194,13 @@ loading_options = apply(
     ),
     cpu_blas_option,
     click.option("--kv-bits", type=BITS, help="Quantise keys and values."),
-    click.option("--drafter-bits", type=BITS, help="Quantise the drafter's matrices."),
+    click.option(
+        "--drafter-bits",
+        type=click.Choice(("auto", "none", *BITS.choices)),
+        default="auto",
+        show_default=True,
+        help="Quantise the drafter's matrices; auto: to 4 bits on a GPU, not at all on a CPU.",
+    ),
     click.option(
         "--trust-remote-code", is_flag=True, help="Import Python code that the checkpoint brings."
     ),
@@ -342,5 +349,5 @@ def yes_option(text: str) -> Callable[[Decorated], Decorated]:
 
 
 def bits(value: str | None) -> Any:
-    """The number in a --*-bits option."""
-    return None if value is None else int(value)
+    """The number in a --*-bits option; None for none, and "auto" as it is."""
+    return value if value == "auto" else None if value in (None, "none") else int(str(value))

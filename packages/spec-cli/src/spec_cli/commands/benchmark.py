@@ -182,7 +182,7 @@ def _prepare(options: dict[str, Any], show: Callable[[str], None]) -> tuple[Plan
         model=bundled.target(options["model"]),
         dtype=options["dtype"],
         kv_bits=bits(options["kv_bits"]),
-        drafter_bits=bits(options["drafter_bits"]) or "auto",
+        drafter_bits=bits(options["drafter_bits"]),
         trust_remote_code=options["trust_remote_code"],
     )
     sets = _sets(options)

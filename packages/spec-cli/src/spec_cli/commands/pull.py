@@ -104,8 +104,12 @@ def _ask(plans: Sequence[Plan], yes: bool) -> None:
 def _fetched(wanted: Plan) -> Pulled:
     from spec_cli.pulling import fetch
 
-    with _progress(wanted) as arrived:
-        return Pulled(wanted, fetch(wanted, arrived))
+    try:
+        with _progress(wanted) as arrived:
+            return Pulled(wanted, fetch(wanted, arrived))
+    except KeyboardInterrupt:
+        _say("Files that are complete stay; the same command goes on with the others.")
+        raise
 
 
 @contextmanager
