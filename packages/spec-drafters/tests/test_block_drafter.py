@@ -95,6 +95,25 @@ def test_context_does_not_depend_on_its_chunks(name: str, sizes: list[int]) -> N
         close(parts.per_token[key].array, entry.array, 1e-5)
 
 
+@pytest.mark.parametrize("name", ["dspark_qwen3", "dflash_gemma4"])
+def test_columns_that_come_one_by_one_count_at_once_and_draft_alike(name: str) -> None:
+    """They wait to be projected together; nobody can tell, whatever interrupts them."""
+    drafter = Golden.named(name).drafter()
+    taps = random_taps(drafter, 2, 41)
+    wanted, state = told(drafter, taps), drafter.new_state(2)
+    for column in range(41):
+        one = [tap[:, column : column + 1] for tap in taps]
+        drafter.extend(state, mx.zeros((2, 1), dtype=mx.int32), one, [1, 1])
+        assert state.lengths == [column + 1] * 2
+        if column == 20:
+            drafter.extend(state, mx.zeros((2, 1), dtype=mx.int32), one, [0, 0])
+            logits(drafter, state, [4, 4])
+    tokens, got = logits(drafter, state, [9, 9])
+    other, expected = logits(drafter, wanted, [9, 9])
+    close(got, expected, 1e-5)
+    assert tokens.tolist() == other.tolist()
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_ragged_rows_draft_what_they_draft_alone(name: str) -> None:
     """Rows of different length, one of which began in the middle of its text."""

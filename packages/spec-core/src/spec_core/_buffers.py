@@ -30,8 +30,10 @@ def lengthened(new: mx.array, end: int) -> mx.array:
     """A buffer that begins with [R, heads, T, dim] and has room for `end` positions and a few
     more, made in one pass over it."""
     rows, heads, columns, dim = new.shape
-    rest = mx.zeros((rows, heads, stepped(end + _STEP) - columns, dim), dtype=new.dtype)
-    return mx.concatenate([new, rest], axis=2)
+    rest = stepped(end + _STEP) - columns
+    # What free slots hold is never seen but must be finite: a copy will do, and is a kernel less.
+    free = new[:, :, :rest] if rest <= columns else mx.zeros((rows, heads, rest, dim), new.dtype)
+    return mx.concatenate([new, free], axis=2)
 
 
 def shrunk(buffer: mx.array, rows: int, longest: int) -> mx.array | None:

@@ -337,8 +337,8 @@ class Scores:
 
     def worth(self, tokens: float, seconds: float) -> None:
         """What a block is expected to give after its cut."""
-        self._tokens = _MEMORY * self._tokens + tokens
-        self._seconds = _MEMORY * self._seconds + seconds
+        self._tokens = _LATELY * self._tokens + tokens
+        self._seconds = _LATELY * self._seconds + seconds
 
     def rate(self, slot: int, score: float, prior: float) -> float:
         """Expected acceptance of a slot with this score; `prior` is that with any score."""
@@ -364,6 +364,8 @@ def _score_class(slot: int, score: float) -> tuple[int, int]:
 
 _SCORE_TRIALS = 5.0
 """How many trials the rate with any score weighs."""
+_LATELY = 0.75
+"""What the worth of blocks remembers of its past after each: expectations age quickly."""
 _UNCUT_EVERY = 32
 """Every so many rounds a block is verified whole, so that what was cut can prove better."""
 _STEEP = 1.25

@@ -81,7 +81,7 @@ class BlockDrafter:
         return other
 
     def new_state(self, rows: int, start: int = 0) -> BlockState:
-        return BlockState(self.spec.attention, rows, start)
+        return BlockState(self.spec.attention, self.backbone.context, rows, start)
 
     def extend(
         self,
@@ -105,7 +105,7 @@ class BlockDrafter:
             return
         if columns < taps[0].shape[1]:
             taps = [tap[:, :columns] for tap in taps]
-        held.extend(self.backbone.context(taps, held.offset()), columns, keep)
+        held.extend(taps, keep)
 
     def propose(
         self, state: DrafterState, anchor: mx.array, count: int, chooser: Chooser

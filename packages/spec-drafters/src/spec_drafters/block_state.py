@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 import mlx.core as mx
@@ -14,6 +14,10 @@ from spec_drafters.backbone import KeysValues, Pass, Sight
 from spec_drafters.rope import Offset
 from spec_drafters.spec import LayerAttention
 
+Project = Callable[[Sequence[mx.array], Offset], Sequence[KeysValues]]
+
+_MOST_WAITING = 16
+
 
 class BlockState:
     """Context rows of B rows, in every layer.
@@ -21,13 +25,21 @@ class BlockState:
     A row may begin at a position above 0 (`origins`): column c of its buffers then holds
     position origin + c, so that what was never seen takes no room and needs no mask.
 
+    Columns that come one by one, as in plain decoding, wait until they are needed or many, and are
+    projected together: alone each would cost as much as all of them.
+
     Args:
         attention: of each layer.
+        project: tapped columns and the position of the first to keys and values.
         rows: B.
         start: the first position that will be told.
     """
 
-    def __init__(self, attention: Sequence[LayerAttention], rows: int, start: int = 0) -> None:
+    def __init__(
+        self, attention: Sequence[LayerAttention], project: Project, rows: int, start: int = 0
+    ) -> None:
+        self._project = project
+        self._waiting: list[Sequence[mx.array]] = []
         self._attention = tuple(attention)
         self._clock = RowClock(rows)
         self._origins = [start] * rows
@@ -40,27 +52,47 @@ class BlockState:
     @property
     def lengths(self) -> list[int]:
         """Positions of each row, counted from 0 even where the row began later."""
-        return [o + n for o, n in zip(self._origins, self._clock.lengths, strict=True)]
+        waiting = len(self._waiting)
+        return [o + n + waiting for o, n in zip(self._origins, self._clock.lengths, strict=True)]
 
-    def offset(self) -> Offset:
-        """The next position: one int if all rows agree, else [B] int32."""
-        lengths = self.lengths
-        return lengths[0] if len(set(lengths)) == 1 else mx.array(lengths, dtype=mx.int32)
+    def extend(self, taps: Sequence[mx.array], keep: Sequence[int]) -> None:
+        """Append the first keep[b] columns of row b; taps are [B, columns, H]. Lazy."""
+        if taps[0].shape[1] == 1 and all(keep):
+            self._waiting.append(taps)
+            if len(self._waiting) == _MOST_WAITING:
+                self.settle()
+            return
+        self.settle()
+        self._append(taps, keep)
 
-    def extend(self, context: Sequence[KeysValues], columns: int, keep: Sequence[int]) -> None:
-        """Append the first keep[b] of `columns` context rows, [B, heads, columns, D] a layer."""
-        self._clock.begin(columns)
+    def settle(self) -> None:
+        """Project what waits. Lazy."""
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            taps = [mx.concatenate(list(each), axis=1) for each in zip(*waiting, strict=True)]
+            self._append(taps, [len(waiting)] * self.rows)
+
+    def _append(self, taps: Sequence[mx.array], keep: Sequence[int]) -> None:
+        context = self._project(taps, self._offset())
+        self._clock.begin(taps[0].shape[1])
         for cache, (keys, values) in zip(self._caches, context, strict=True):
             cache.append(keys, values)
         self._clock.commit(keep)
 
+    def _offset(self) -> Offset:
+        """The next position: one int if all rows agree, else [B] int32."""
+        lengths = self.lengths
+        return lengths[0] if len(set(lengths)) == 1 else mx.array(lengths, dtype=mx.int32)
+
     def block_pass(self, slots: int) -> Pass:
         """For one run of a block of `slots` slots behind every row's context."""
-        return Pass(Sight(self._clock, slots), self.offset(), self._caches)
+        self.settle()
+        return Pass(Sight(self._clock, slots), self._offset(), self._caches)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order. Raises SeamError unless they are distinct rows."""
         self._clock.check_rows(rows)
+        self.settle()
         for cache in self._caches:
             cache.select(rows)
         self._clock.select(rows)
@@ -70,6 +102,8 @@ class BlockState:
         """Append the rows of another state of the same drafter. Raises SeamError otherwise."""
         if not isinstance(other, BlockState) or other._attention != self._attention:
             raise SeamError(f"a {type(other).__name__} of another drafter cannot join this one")
+        self.settle()
+        other.settle()
         for mine, theirs in zip(self._caches, other._caches, strict=True):
             mine.join(theirs)
         self._clock.join(other._clock)
@@ -82,6 +116,7 @@ class BlockState:
             UnsupportedError: the row was never told the positions from `start` on.
             SeamError: `start` lies beyond the row's length.
         """
+        self.settle()
         origin, length = self._origins[row], self.lengths[row]
         if start < origin:
             raise UnsupportedError(
@@ -103,6 +138,7 @@ class BlockState:
         Raises:
             SeamError: the row is not empty, or the image lacks positions that a layer needs.
         """
+        self.settle()
         if self._clock.lengths[row] or self._origins[row]:
             raise SeamError(f"row {row} has {self.lengths[row]} positions; restore needs none")
         if image.start and any(kind.window is None for kind in self._attention):

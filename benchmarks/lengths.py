@@ -1,0 +1,185 @@
+"""Fixed draft lengths and `auto` on sets of prompts, interleaved: is auto never slower than plain?
+
+    python benchmarks/lengths.py --pair TARGET DRAFTER --prompts prompts.json --out result.json
+
+Needs token ids only, no tokeniser: `--write-prompts` makes the file with one, from the prompt sets
+of `spec benchmark`. `auto` measures its curves first, as the engine does; its experience is new in
+every set. Speeds are of decoding, medians over trials; ratios are of times in the same trial.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness import write
+
+from spec_core import (
+    AdaptiveLength,
+    Batch,
+    CostCurves,
+    Drafter,
+    DraftPolicy,
+    FixedLength,
+    Request,
+    SamplingParams,
+    Target,
+    calibrate,
+)
+
+SETS = ("chat", "code", "math", "copy", "bytes", "prose", "foreign")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids and how to sample what follows."""
+
+    tokens: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A name, and how a policy of it is made; no drafter: plain decoding."""
+
+    name: str
+    drafter: Drafter | None
+    policy: Callable[[], DraftPolicy]
+
+
+def write_prompts(model: str, count: int, path: Path) -> None:
+    """Token ids of the prompt sets that come with the program."""
+    from spec_cli.bench.prompts import bundled_set
+    from spec_server import Engine
+
+    with Engine.load(model, mode="baseline") as engine:
+        sets = {}
+        for name in SETS:
+            chosen = bundled_set(name).first(count)
+            temperature = chosen.sampling.temperature if chosen.sampling else 0.0
+            sets[name] = [
+                {"tokens": list(ids), "temperature": temperature}
+                for ids in chosen.tokenised(engine.tokeniser)
+            ]
+    path.write_text(json.dumps({"sets": sets}), encoding="utf-8")
+
+
+def read_prompts(path: Path) -> dict[str, list[Prompt]]:
+    sets: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["sets"]
+    return {
+        name: [
+            Prompt(
+                tuple(each["tokens"]),
+                SamplingParams(temperature=each["temperature"], seed=index),
+            )
+            for index, each in enumerate(prompts)
+        ]
+        for name, prompts in sets.items()
+    }
+
+
+def decode(
+    target: Target, setting: Setting, policy: DraftPolicy, prompt: Prompt, tokens: int
+) -> tuple[float, list[int]]:
+    """Seconds a token after the first, and the text."""
+    batch = Batch(target, setting.drafter, policy)
+    prefill = batch.prefill(Request(prompt.tokens, prompt.sampling, max_tokens=tokens))
+    outcome = None
+    while outcome is None:
+        outcome = prefill.step(512)
+    text = list(outcome.tokens)
+    batch.join(prefill)
+    begun = time.perf_counter()
+    while batch.busy:
+        text += [token for each in batch.step() for token in each.tokens]
+    return (time.perf_counter() - begun) / (len(text) - 1), text
+
+
+def measure(
+    target: Target,
+    settings: Sequence[Setting],
+    prompts: Sequence[Prompt],
+    tokens: int,
+    trials: int,
+) -> dict[str, Any]:
+    """One set: seconds a token of each setting, trial by trial; settings take turns by prompt."""
+    taken: dict[str, list[float]] = {setting.name: [] for setting in settings}
+    identical, states = True, {}
+    for trial in range(trials + 1):
+        policies = {setting.name: setting.policy() for setting in settings}
+        spent = dict.fromkeys(taken, 0.0)
+        for prompt in prompts:
+            texts = []
+            for setting in settings:
+                seconds, text = decode(target, setting, policies[setting.name], prompt, tokens)
+                spent[setting.name] += seconds / len(prompts)
+                texts.append(text)
+            identical = identical and all(text == texts[0] for text in texts)
+        states = {name: str(policy) for name, policy in policies.items()}
+        for name, seconds in spent.items():
+            taken[name] += [seconds] if trial else []
+    plain = taken[settings[0].name]
+    return {
+        "identical": identical,
+        "auto_ended_at": states.get("auto"),
+        "plain_tokens_per_second": round(1.0 / median(plain), 2),
+        "speedup": {
+            name: round(median(p / s for p, s in zip(plain, each, strict=True)), 3)
+            for name, each in taken.items()
+        },
+    }
+
+
+def verdict(found: dict[str, Any]) -> dict[str, Any]:
+    """Auto against plain decoding, and against the best of all fixed lengths and plain."""
+    speedup = found["speedup"]
+    best = max(value for name, value in speedup.items() if name != "auto")
+    return {**found, "auto_of_best": round(speedup["auto"] / best, 3)}
+
+
+def main() -> None:
+    """Measure what the command line asks for; print and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pair", nargs=2, metavar=("TARGET", "DRAFTER"), required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--write-prompts", type=int, metavar="COUNT", help="so many of each set")
+    parser.add_argument("--sets", nargs="+", default=list(SETS))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 3, 5, 7])
+    parser.add_argument("--dtype")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--out")
+    arguments = parser.parse_args()
+    if arguments.write_prompts:
+        write_prompts(arguments.pair[0], arguments.write_prompts, arguments.prompts)
+        return
+    from spec_drafters.load import load_drafter
+    from spec_targets import load_target
+
+    target = load_target(arguments.pair[0], dtype=arguments.dtype).target
+    drafter = load_drafter(arguments.pair[1], target, dtype=arguments.dtype)
+    curves: CostCurves = calibrate(target, drafter)
+    settings = [Setting("plain", None, FixedLength)]
+    settings += [
+        Setting(str(n), drafter, lambda n=n: FixedLength(n))  # type: ignore[misc]
+        for n in arguments.lengths
+    ]
+    settings.append(Setting("auto", drafter, lambda: AdaptiveLength(curves)))
+    prompts = read_prompts(arguments.prompts)
+    sets = {}
+    for name in arguments.sets:
+        found = measure(target, settings, prompts[name], arguments.tokens, arguments.trials)
+        sets[name] = verdict(found)
+        print(name, sets[name], flush=True)
+    points = [[p.rows, p.length, p.depth, round(1e3 * p.seconds, 3)] for p in curves.points]
+    write(arguments.out, {"tokens": arguments.tokens, "curves_ms": points, "sets": sets})
+
+
+if __name__ == "__main__":
+    main()
