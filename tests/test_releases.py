@@ -38,7 +38,7 @@ def run(tool: str, folder: Path, *arguments: str) -> list[str]:
 
 
 def git(folder: Path, *arguments: str) -> None:
-    author = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    author = ("-c", "user.name=a", "-c", "user.email=a@b.example", "-c", "commit.gpgsign=false")
     subprocess.run(["git", *author, *arguments], cwd=folder, check=True, capture_output=True)
 
 
