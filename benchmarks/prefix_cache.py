@@ -117,12 +117,13 @@ class Runner:
         return Turn(first, found, sum(stored[:-1]), sum(stored), tuple(answer), cached)
 
 
-def follow_up(runner: Runner, prefix: int, new: int, repeat: int) -> dict[str, Any]:
-    """Time to the first token of a second turn, cold and warm in turns."""
+def follow_up(runner: Runner, prefix: int, new: int, repeat: int, first: int) -> dict[str, Any]:
+    """Time to the first token of a second turn, cold and warm in turns; a turn of `first` tokens
+    before that does not count."""
     cold, warm, full = [], [], []
     with runner.cache() as cache:
-        for _ in range(repeat + 1):
-            prompt = runner.text(prefix)
+        for length in (first, *[prefix] * repeat):
+            prompt = runner.text(length)
             turn = (*prompt, *runner.run(prompt, cache, 16).answer, *runner.text(new))
             cold.append(runner.run(turn, None).first)
             warm.append(runner.run(turn, cache))
@@ -250,6 +251,7 @@ def main() -> None:
     parser.add_argument("--drafter", default=str(BUNDLED / "spec-tiny-dspark"))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prefix", type=int, default=750)
+    parser.add_argument("--first", type=int, help="prefix of the first turns, which do not count")
     parser.add_argument("--new", type=int, default=16, help="tokens of the second turn")
     parser.add_argument("--system", type=int, default=2000)
     parser.add_argument("--chunk", type=int, default=512)
@@ -265,7 +267,7 @@ def main() -> None:
     target = load_target(arguments.model, dtype=arguments.dtype).target
     drafter = load_drafter(arguments.drafter, target, dtype=getattr(mx, arguments.dtype))
     runner = Runner(target, drafter, arguments.chunk, arguments.block)
-    runner.run(runner.text(arguments.prefix), None, 16)
+    runner.run(runner.text(arguments.first or arguments.prefix), None, 16)
     parts: dict[str, Any] = {
         "model": Path(arguments.model).name,
         "drafter": Path(arguments.drafter).name,
@@ -273,7 +275,9 @@ def main() -> None:
         "block": arguments.block,
     }
     if arguments.repeat:
-        parts["follow_up"] = follow_up(runner, arguments.prefix, arguments.new, arguments.repeat)
+        first = arguments.first or arguments.prefix
+        repeat = arguments.repeat
+        parts["follow_up"] = follow_up(runner, arguments.prefix, arguments.new, repeat, first)
         print(parts["follow_up"], flush=True)
     if arguments.misses:
         parts["miss"] = miss(runner, arguments.prefix, arguments.misses)
