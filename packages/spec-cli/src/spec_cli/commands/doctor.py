@@ -14,7 +14,6 @@ from spec_cli.options import (
     drafting_options,
     json_option,
     loading_options,
-    model_option,
 )
 
 if TYPE_CHECKING:
@@ -25,7 +24,11 @@ _INDENT = 9
 
 
 @click.command()
-@model_option
+@click.option(
+    "--model",
+    metavar="FOLDER|ID",
+    help="Look at this model, too; spec-tiny is the bundled one.",
+)
 @click.option(
     "--context",
     type=click.IntRange(2),
