@@ -2,17 +2,18 @@
 
     python benchmarks/serve_throughput.py --mode dspark --out result.json
 
-Trials of both take turns, each with the same number of requests at a time; figures are medians.
-The Engine runs in this process while the server rests, and the other way round. A turn in which
-other programs took a noticeable part of the machine does not count, and is tried again (on Linux).
-Time to first token is what a streaming client sees, from sending to the first text, alone and in
-company.
+Trials of both take turns, each with the same requests, so many at a time; rates are medians, the
+share is the engine's time for all turns against the other's. The Engine runs in this process while
+the server rests, and the other way round. A turn in which other programs took a noticeable part of
+the machine does not count, and is tried again (on Linux). Time to first token is what a streaming
+client sees, from sending to the first text, alone and in company.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import threading
@@ -215,14 +216,27 @@ def _first_texts(port: int, rows: int) -> dict[str, float]:
     return {"alone": median(alone) * 1e3, "among_others": median(together) * 1e3}
 
 
+def share(engine: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """The engine's time for the same requests against another's, and its standard error.
+
+    Every trial has the same requests, so the time of all turns is the sum of 1 / rate; the error is
+    the jackknife's, which leaves out one turn after the other.
+    """
+    own, others = [1 / rate for rate in engine], [1 / rate for rate in other]
+    whole, turns = sum(own) / sum(others), len(own)
+    if turns < 2:
+        return whole, math.nan
+    without = [
+        (sum(own) - mine) / (sum(others) - theirs) for mine, theirs in zip(own, others, strict=True)
+    ]
+    return whole, math.sqrt((turns - 1) / turns * sum((one - whole) ** 2 for one in without))
+
+
 def _summary(
     options: argparse.Namespace, rates: dict[str, list[float]], ttft: dict[str, float]
 ) -> dict[str, Any]:
     middle = {name: median(values) for name, values in rates.items()}
-    pairs = {
-        name: median(h / e for h, e in zip(rates[name], rates["engine"], strict=True))
-        for name in ("http", "http_streamed")
-    }
+    shares = {name: share(rates["engine"], rates[name]) for name in ("http", "http_streamed")}
     return {
         **stamp(),
         "model": Path(options.model).name,
@@ -230,7 +244,8 @@ def _summary(
         "dtype": options.dtype,
         "rows": options.rows,
         "tokens_per_second": {name: round(value, 1) for name, value in middle.items()},
-        "share_of_engine": {name: round(value, 3) for name, value in pairs.items()},
+        "share_of_engine": {name: round(value, 3) for name, (value, _) in shares.items()},
+        "standard_error": {name: round(error, 3) for name, (_, error) in shares.items()},
         "ttft_ms": {name: round(value, 1) for name, value in ttft.items()},
         "trials": {name: [round(v, 1) for v in values] for name, values in rates.items()},
     }
