@@ -4,9 +4,9 @@
 
 Trials of both take turns, each with the same requests, so many at a time; rates are medians, the
 share is the engine's time for all turns against the other's. The Engine runs in this process while
-the server rests, and the other way round. A turn in which other programs took a noticeable part of
-the machine does not count, and is tried again (on Linux). Time to first token is what a streaming
-client sees, from sending to the first text, alone and in company.
+the server rests, and the other way round. The first turn does not count, nor one in which other
+programs took a noticeable part of the machine (on Linux); that one is tried again. Time to first
+token is what a streaming client sees, from sending to the first text, alone and in company.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def main() -> None:
                 turn[name] = trial(asks[name], options.rows, options.rounds)
             tried, cores = tried + 1, others.cores()
             print(f"{turn}, others took {cores:.2f} cores", file=sys.stderr)
-            if cores <= OTHERS_AT_MOST:
+            if cores <= OTHERS_AT_MOST and tried > 1:
                 for name, rate in turn.items():
                     rates[name].append(rate)
         ttft = _first_texts(port, options.rows)
