@@ -18,6 +18,8 @@ from spec_drafters.pairs import find_pair, nearest_names
 from spec_drafters.resolve import DRAFTER_FILES, GGUF, HubProblem, HuggingFaceHub
 
 _SEARCH = "https://huggingface.co/models?library=mlx"
+_PATIENCE = 15.0
+"""Seconds that the hub may take to say whether it has a repository."""
 _EVERY = 0.2
 """Seconds between two looks at what has arrived."""
 
@@ -129,7 +131,7 @@ def plan(source: Source, hub: HuggingFaceHub | None = None) -> Plan:
     Raises:
         PullError: the hub cannot be asked, or has nothing that can be used.
     """
-    hub = hub or HuggingFaceHub()
+    hub = hub or HuggingFaceHub(patience=_PATIENCE)
     problem = hub.problem_with(source.repo)
     if problem is not None:
         raise _refused(source.repo, problem)
