@@ -316,8 +316,9 @@ def test_by_keyboard_alone(opened: Any, server: Any) -> None:
 
 def test_a_panel_that_is_open_does_not_lock_a_wider_screen(opened: Any, server: Any) -> None:
     opened.resize(390, 844, phone=True)
+    opened.until("document.getElementById('panel-switch').offsetParent !== null")
     opened.click("#panel-switch")
-    assert opened.evaluate("document.getElementById('chat').inert")
+    opened.until("document.getElementById('chat').inert")
     opened.resize(1280, 800)
     opened.until("!document.getElementById('chat').inert")
     ask(opened, "Hello?")
