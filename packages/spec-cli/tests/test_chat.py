@@ -290,3 +290,12 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(tmp_path: Path) -> None:
     (history,) = tmp_path.rglob("chat-history")
     assert "Tell me a long story." in history.read_text()
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+def test_a_message_that_is_not_text_is_explained_and_the_next_one_answered(
+    spec: Spec, engine: Engine
+) -> None:
+    ran = spec("chat", "--quiet", stdin=b"\xff\n" + FIRST.encode() + b"\n")
+    assert ran.code == 1
+    assert "the prompt is not UTF-8 text: " in ran.err
+    assert ran.out.strip() == answers(engine, FIRST)[0].strip()

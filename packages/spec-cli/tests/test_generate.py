@@ -247,6 +247,22 @@ def test_a_prompt_that_is_not_text_is_explained(spec: Spec) -> None:
     assert "UTF-8" in ran.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["\udcff"], "the prompt"),
+        ([PROMPT, "--system", "\udcff"], "--system"),
+        ([PROMPT, "--stop", "\udcff"], "--stop"),
+    ],
+)
+def test_an_argument_that_is_not_text_is_explained(
+    spec: Spec, arguments: list[str], name: str
+) -> None:
+    ran = spec("generate", *arguments)
+    assert ran.code == 2
+    assert f"{name} is not UTF-8 text: " in ran.err
+
+
 def wrong_models(tmp_path: Path) -> Iterator[tuple[list[str], str]]:
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -109,6 +109,30 @@ def _logit_bias(
     return biases
 
 
+def utf8(text: str, name: str) -> str:
+    """A text from the command line or from stdin, where bytes that are not UTF-8 come as lone
+    surrogates.
+
+    Raises:
+        click.UsageError: it has such bytes.
+    """
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        raise click.UsageError(f"{name} is not UTF-8 text: {error}") from error
+
+
+def _texts(
+    context: click.Context, parameter: click.Parameter, value: str | tuple[str, ...] | None
+) -> str | tuple[str, ...] | None:
+    """Callback of options whose texts the model sees."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return utf8(value, parameter.opts[0])
+    return tuple(utf8(text, parameter.opts[0]) for text in value)
+
+
 def apply(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
     """Several option decorators as one, in the order of the help text."""
 
@@ -240,7 +264,7 @@ drafting_options = apply(
 )
 
 answer_options = apply(
-    click.option("--system", help="A system message before the prompt."),
+    click.option("--system", callback=_texts, help="A system message before the prompt."),
     click.option(
         "--thinking/--no-thinking",
         default=None,
@@ -254,7 +278,11 @@ answer_options = apply(
         help="The answer's length at most.",
     ),
     click.option(
-        "--stop", multiple=True, metavar="TEXT", help="End before TEXT; may be given several times."
+        "--stop",
+        multiple=True,
+        metavar="TEXT",
+        callback=_texts,
+        help="End before TEXT; may be given several times.",
     ),
 )
 

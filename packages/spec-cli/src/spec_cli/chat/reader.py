@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
@@ -115,6 +116,8 @@ def open_reader(words: Iterable[str], *, keep: bool) -> Reader:
     """A terminal's reader if a person sits there, plain lines otherwise."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         return TerminalReader(words, keep=keep)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # one bad line is no end of the others
     return PlainReader(sys.stdin)
 
 

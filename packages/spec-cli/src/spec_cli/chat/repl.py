@@ -12,6 +12,7 @@ from spec_cli.chat.conversation import Conversation
 from spec_cli.chat.live import LiveLine, Pace, figures, terminal_has_rows
 from spec_cli.chat.reader import Reader
 from spec_cli.chat.settings import Settings
+from spec_cli.options import utf8
 from spec_cli.screen import Output, Screen, show
 from spec_core.errors import SpecError
 
@@ -60,6 +61,7 @@ class Chat:
     def _take(self, text: str) -> None:
         if not text.strip():
             return
+        text = utf8(text, "the prompt")
         if slash.is_command(text):
             slash.run(self, text)
         else:

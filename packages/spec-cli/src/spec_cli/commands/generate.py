@@ -23,6 +23,7 @@ from spec_cli.options import (
     model_option,
     prompt_file_option,
     sampling_options,
+    utf8,
 )
 from spec_cli.screen import Output, Screen, show
 
@@ -96,7 +97,7 @@ def _prompt(given: str | None, file: str | None) -> str:
             "give the prompt once: as an argument, '-' for stdin, or --prompt-file FILE"
         )
     try:
-        text = _read(file) if file is not None else _read("-") if given == "-" else str(given)
+        text = _read(file or "-") if given in (None, "-") else utf8(str(given), "the prompt")
     except UnicodeDecodeError as error:
         raise click.UsageError(f"the prompt is not UTF-8 text: {error}") from error
     if not text.strip():
