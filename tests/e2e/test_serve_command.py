@@ -171,3 +171,29 @@ def test_a_second_server_on_a_port_says_so(folders: Callable[[str], Path]) -> No
         ended = run("--model", model, "--port", str(port))
         assert ended.returncode == 1
         assert f":{port} cannot be listened on" in ended.stderr
+
+
+def test_a_second_signal_ends_the_answers_that_the_first_waits_for() -> None:
+    """Each is told so: an error event, and the end of the stream."""
+    with served("--mode", "baseline", "--grace-seconds", "600") as (process, line):
+        connection = HTTPConnection("127.0.0.1", port_of(line), timeout=60)
+        ask = {"messages": [{"role": "user", "content": "Tell me a story."}], "stream": True}
+        body = json.dumps({**ask, "max_tokens": 3900, "temperature": 2, "seed": 4})
+        kind = {"content-type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", body, kind)
+        response = connection.getresponse()
+        begun = response.readline()
+        assert begun.startswith(b"data: {")
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        said = [process.stderr.readline()]
+        while "another signal" not in said[-1]:
+            said.append(process.stderr.readline())
+        process.send_signal(signal.SIGINT)
+        rest = response.read().decode().split("\n\n")
+        connection.close()
+        assert rest[-2:] == ["data: [DONE]", ""]
+        assert (
+            json.loads(rest[-3].strip().removeprefix("data: "))["error"]["code"] == "shutting_down"
+        )
+        assert process.wait(60) == 0

@@ -166,8 +166,13 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._service.open_requests:
-            _log.info("waiting for %d answers to end", self._service.open_requests)
-        await self._service.drain(0.0 if self.force_exit else self._grace_seconds)
+            _log.info(
+                "waiting %g s for answers to end (%d); another signal ends them now",
+                self._grace_seconds,
+                self._service.open_requests,
+            )
+        await self._service.drain(self._grace_seconds, lambda: self.force_exit)
+        self.force_exit = False  # the answers that were ended are told so first
         await super().shutdown(sockets)
 
     @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -104,16 +105,16 @@ class Service:
         """Requests in progress."""
         return len(self._runs)
 
-    async def drain(self, seconds: float) -> None:
-        """Take no new requests, let those in progress finish for so long, then end them."""
+    async def drain(self, seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Take no new requests, let those in progress finish for so long, or until `hurry`, then
+        end them."""
         self.closing = True
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self._runs:
+                while self._runs and not hurry():
                     await asyncio.sleep(0.02)
-        except TimeoutError:
-            for run in self._runs:
-                run.abort(_cut_off())
+        for run in self._runs:
+            run.abort(_cut_off())
 
     def _activity(self) -> Snapshot | None:
         return None if self.slot.engine is None else self.slot.engine.activity
