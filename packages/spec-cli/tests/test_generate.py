@@ -306,6 +306,41 @@ def test_the_program_runs_by_itself() -> None:
     assert len(ran.stderr.splitlines()) == 1
 
 
+def in_shell(redirections: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The program with what a shell does to its streams."""
+    return subprocess.run(
+        ["/bin/sh", "-c", f'exec "$@" {redirections}', "sh", *command(*arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("redirections", "reason"),
+    [
+        pytest.param(
+            ">/dev/full",
+            "No space left on device",
+            marks=pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full"),
+        ),
+        (">&-", "Bad file descriptor"),
+    ],
+)
+@pytest.mark.parametrize("arguments", [("generate", "-q", "Hi"), ("generate", "--json", "Hi")])
+def test_an_answer_that_cannot_be_written_is_one_sentence(
+    redirections: str, reason: str, arguments: tuple[str, ...]
+) -> None:
+    ran = in_shell(redirections, *arguments, "--max-tokens", "4")
+    assert ran.returncode == 1
+    assert ran.stderr == f"spec: the output could not be written to stdout: {reason}\n"
+
+
+def test_closed_streams_are_no_fault_of_the_model_file() -> None:
+    assert in_shell("<&- 2>&-", "generate", PROMPT).stdout == ANSWER + "\n"
+
+
 def started(*arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0

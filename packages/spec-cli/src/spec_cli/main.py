@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from spec_cli import streams
 from spec_cli.commands.benchmark import benchmark
 from spec_cli.commands.cache import cache
 from spec_cli.commands.chat import chat
@@ -100,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     141 nobody reads the output any more (as in `spec generate ... | head -1`)."""
     # transformers advises everyone without PyTorch to install it.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    streams.prepare()
     sys.exit(run(arguments))
 
 
@@ -112,7 +114,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except click.ClickException as error:
-        return _failed(error.format_message(), error.exit_code)
+        code = _failed(error.format_message(), error.exit_code)
+        if isinstance(error, streams.OutputError):
+            _write_nowhere()
+        return code
     except (KeyboardInterrupt, click.Abort):
         return _failed("interrupted", INTERRUPTED)
     except Exception as error:
