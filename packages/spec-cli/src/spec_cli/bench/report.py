@@ -15,9 +15,9 @@ from spec_cli.bench.verdict import label, verdict
 
 NOTES = (
     "Speeds are decoding speeds after the first token, text included; speed-ups are medians over "
-    "trials, with half their range. The parts of a round come from separate runs that wait after "
-    "each part, which keeps them from overlapping: they show proportions. Peak memory leaves out "
-    "the other settings' drafters.",
+    "trials, with half their range where there are several: one trial is no measurement. The parts "
+    "of a round come from separate runs that wait after each part, which keeps them from "
+    "overlapping: they show proportions. Peak memory leaves out the other settings' drafters.",
 )
 """What a reader must know to read the figures."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable
@@ -38,6 +39,21 @@ if TYPE_CHECKING:
 EVERYDAY = ("chat", "tool", "code")
 SETS = (*EVERYDAY, "math", "copy", "bytes", "prose", "foreign")
 DRAFTING = ("dspark", "dflash", "eagle3", "lookup")
+
+
+def _picture(
+    context: click.Context, parameter: click.Parameter, value: Path | None
+) -> Path | None:
+    """Callback of --plot: refused before anything is measured."""
+    if value is None:
+        return None
+    if value.suffix.lower() != ".svg":
+        raise click.BadParameter(f"{str(value)!r} does not end in .svg, the only kind it can draw")
+    if not value.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {str(value.parent)!r}")
+    if not value.exists() and not os.access(value.parent, os.W_OK):
+        raise click.BadParameter(f"the folder {str(value.parent)!r} is not writable")
+    return value
 
 
 @click.command()
@@ -113,6 +129,7 @@ DRAFTING = ("dspark", "dflash", "eagle3", "lookup")
     "--plot",
     metavar="FILE.svg",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    callback=_picture,
     help="Draw speeds, acceptance and round times into a file.",
 )
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a page in Markdown.")
