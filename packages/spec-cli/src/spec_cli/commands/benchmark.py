@@ -41,9 +41,7 @@ SETS = (*EVERYDAY, "math", "copy", "bytes", "prose", "foreign")
 DRAFTING = ("dspark", "dflash", "eagle3", "lookup")
 
 
-def _picture(
-    context: click.Context, parameter: click.Parameter, value: Path | None
-) -> Path | None:
+def _picture(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
     """Callback of --plot: refused before anything is measured."""
     if value is None:
         return None
