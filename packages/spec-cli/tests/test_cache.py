@@ -73,6 +73,9 @@ def test_the_folder_comes_from_the_environment(
         ("serve", "--no-prefix-cache", "--prefix-cache-dir", "kept"),
         ("serve", "--prefix-cache-ram", "much"),
         ("generate", PROMPT, "--prefix-cache-ram", "1G"),
+        ("generate", PROMPT, "--prefix-cache-disk", "1G"),
+        ("chat", "--prefix-cache-disk", "1G"),
+        ("serve", "--prefix-cache-disk", "1G"),
     ],
 )
 def test_contradictions_are_wrong_usage(spec: Spec, arguments: tuple[str, ...]) -> None:

@@ -198,6 +198,7 @@ def test_benchmark_of_chosen_lengths_as_a_page_and_a_picture(spec: Spec, tmp_pat
         (["--sets", "poems"], "poems"),
         (["--max-draft", "2,x"], "'x'"),
         (["--plot", "/nowhere/speeds.svg"], "no folder '/nowhere'"),
+        (["--prompts", __file__, "--sets", "chat"], "choose one"),
         (["--plot", "speeds.png"], "does not end in .svg"),
         (["--modes", "eagle3"], "no eagle3 drafter is known"),
     ],

@@ -217,6 +217,8 @@ USAGE = [
     (["  "], "prompt is empty"),
     (["hi", "--max-draft", "many"], "neither a whole number nor 'full'"),
     (["hi", "--mode", "turbo"], "turbo"),
+    (["hi", "--mode", "baseline", "--max-draft", "2"], "drafts nothing"),
+    (["hi", "--mode", "lookup", "--drafter-bits", "4"], "no drafter"),
     (["hi", "--logit-bias", "5"], "ID=VALUE"),
     (["hi", "--logprobs", "2"], "add --json"),
     (["hi", "--system", "x", "--no-chat-template"], "--no-chat-template"),
@@ -261,6 +263,22 @@ def test_an_argument_that_is_not_text_is_explained(
     ran = spec("generate", *arguments)
     assert ran.code == 2
     assert f"{name} is not UTF-8 text: " in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (["--seed", "3"], "note: --seed has no effect at temperature 0, which is greedy\n"),
+        (["--seed", "3", "--top-p", "0.5"], "note: --seed, --top-p have no effect"),
+    ],
+)
+def test_idle_sampling_options_are_noted(spec: Spec, arguments: list[str], note: str) -> None:
+    limited = ("generate", PROMPT, "--max-tokens", "1")
+    ran = spec(*limited, *arguments)
+    assert (ran.code, ran.err.count("no effect")) == (0, 1)
+    assert note in ran.err
+    for silent in (["--quiet", *arguments], ["--temperature", "1", *arguments], []):
+        assert "no effect" not in spec(*limited, *silent).err
 
 
 def wrong_models(tmp_path: Path) -> Iterator[tuple[list[str], str]]:

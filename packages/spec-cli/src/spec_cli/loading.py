@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from spec_cli import bundled
-from spec_cli.options import bits
+from spec_cli.options import BITS, bits
 
 if TYPE_CHECKING:
     from spec_core import SamplingParams
@@ -79,15 +79,41 @@ def sampling(options: Mapping[str, Any], default: SamplingParams | None = None) 
     return replace(default or SamplingParams(), **given)
 
 
+def typed(context: click.Context, name: str) -> bool:
+    """Whether an option stands on the command line."""
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
 def refuse_idle_options(context: click.Context) -> None:
     """Refuse what would have no effect.
 
     Raises:
-        click.UsageError: a draft length was typed for a mode that drafts nothing.
+        click.UsageError: a draft length was typed for a mode that drafts nothing, a drafter's
+            bits for one without a drafter, or a folder's size without a folder.
     """
-    typed = context.get_parameter_source("max_draft") is ParameterSource.COMMANDLINE
-    if context.params["mode"] == "baseline" and typed:
+    options = context.params
+    mode = options["mode"]
+    if mode == "baseline" and typed(context, "max_draft"):
         raise click.UsageError("--max-draft has no place in --mode baseline, which drafts nothing")
+    quantised = options["drafter_bits"] in BITS.choices and typed(context, "drafter_bits")
+    if mode in ("baseline", "lookup") and quantised:
+        raise click.UsageError(
+            f"--drafter-bits has no place in --mode {mode}, which has no drafter"
+        )
+    if typed(context, "prefix_cache_disk") and options["prefix_cache_dir"] is None:
+        raise click.UsageError("--prefix-cache-disk has no folder; add --prefix-cache-dir")
+
+
+_DRAWING = ("seed", "top_k", "top_p", "min_p")
+
+
+def idle_sampling(context: click.Context, temperature: float) -> str | None:
+    """A note on sampling options that were typed but do nothing where nothing is drawn."""
+    idle = [f"--{name.replace('_', '-')}" for name in _DRAWING if typed(context, name)]
+    if temperature > 0 or not idle:
+        return None
+    verb = "has" if len(idle) == 1 else "have"
+    return f"{', '.join(idle)} {verb} no effect at temperature 0, which is greedy"
 
 
 def announce(sentence: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spec_cli import bundled
+from spec_cli import bundled, loading
 from spec_cli.options import (
     bits,
     draft_lengths,
@@ -132,7 +132,8 @@ def _picture(context: click.Context, parameter: click.Parameter, value: Path | N
 )
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a page in Markdown.")
 @json_option
-def benchmark(**options: Any) -> None:
+@click.pass_context
+def benchmark(context: click.Context, /, **options: Any) -> None:
     """Measure speculation against plain decoding on this machine.
 
     Every setting decodes a prompt before the next prompt begins, the baseline first. Figures are
@@ -146,13 +147,15 @@ def benchmark(**options: Any) -> None:
 
     if options["as_json"] and options["as_markdown"]:
         raise click.UsageError("--json and --markdown exclude each other")
+    if options["prompt_files"] and loading.typed(context, "sets"):
+        raise click.UsageError("--prompts and --sets exclude each other; choose one")
     show = _progress(quiet=options["as_json"] and not sys.stderr.isatty())
     show("loading")
-    plan, context = _prepare(options, show)
+    plan, measured = _prepare(options, show)
     for depth in options["contexts"]:
         deep_tasks(plan, depth)  # refused before anything is measured
     report = Report(
-        context,
+        measured,
         measure(plan, show),
         concurrency(plan, options["concurrency"], show),
         contexts(plan, options["contexts"], show),

@@ -59,6 +59,9 @@ def chat(context: click.Context, /, **options: Any) -> None:
             engine, settings, Conversation(options["system"]), Output(quiet=options["quiet"])
         )
         _greet(running)
+        note = loading.idle_sampling(context, settings.sampling().temperature)
+        if note is not None and not options["quiet"]:
+            running.remark(f"note: {note}")
         running.run(open_reader(completions(), keep=not options["no_history"]))
     if running.failures and not sys.stdin.isatty():
         context.exit(1)

@@ -56,6 +56,9 @@ def generate(context: click.Context, /, **options: Any) -> None:
     output = Output(options["as_json"], options["quiet"])
     _check(context, options)
     sampling = loading.sampling(options)
+    note = loading.idle_sampling(context, sampling.temperature)
+    if note is not None and not output.quiet:
+        loading.announce(f"note: {note}")
     with _engine(options, output) as engine:
         answer = engine.stream(
             prompt,
