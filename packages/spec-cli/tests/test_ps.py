@@ -101,6 +101,13 @@ def test_no_server_is_one_sentence(spec: Spec) -> None:
     assert "spec serve" in ran.err
 
 
+@pytest.mark.parametrize("url", ["nonsense", "http://", "localhost:8000", "http://host:port", ""])
+def test_what_is_no_url_is_called_so(spec: Spec, url: str) -> None:
+    ran = spec("ps", "--url", url)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"{url!r} is no URL; write it as http://host:port" in ran.err
+
+
 @pytest.mark.parametrize("body", [b"hello", b"[]", b'{"status": "ok"}'])
 def test_another_kind_of_server_is_told_apart(spec: Spec, body: bytes) -> None:
     class Handler(BaseHTTPRequestHandler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -13,6 +14,19 @@ from spec_cli.sizes import in_bytes
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
+def _url(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Callback of --url."""
+    try:
+        parts = urlsplit(value)
+        complete = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port  # raises where it is no number
+    except ValueError:
+        complete = False
+    if not complete:
+        raise click.BadParameter(f"{value!r} is no URL; write it as http://host:port")
+    return value
+
+
 @click.command()
 @click.option(
     "--url",
@@ -20,6 +34,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
     envvar="SPEC_URL",
     default=DEFAULT_URL,
     show_default=True,
+    callback=_url,
     help="Where the server is.",
 )
 @click.option(
