@@ -170,11 +170,22 @@ class DirectoryLock:
         return True
 
 
+def _check_marked(directory: Path) -> None:
+    """Raises CacheError where no cache has ever used a directory, or it cannot be read."""
+    try:
+        marked = (directory / LOCK).exists()
+    except OSError as error:
+        raise CacheError(_unreadable(directory, error)) from error
+    if not marked:
+        raise CacheError(f"{directory} is no cache directory (it has no file {LOCK!r})")
+
+
 def list_directory(directory: Path) -> tuple[StoredNamespace, ...]:
     """What a cache directory holds, most recently used namespace first.
 
-    Raises CacheError where it cannot be read.
+    Raises CacheError where it is no cache directory or cannot be read.
     """
+    _check_marked(directory)
     try:
         files = scan(directory).files
     except OSError as error:
@@ -191,8 +202,7 @@ def clear_directory(directory: Path, root: str | None = None) -> int:
 
     Other files stay. Servers that use the directory go on and find misses. Raises CacheError.
     """
-    if not (directory / LOCK).exists():
-        raise CacheError(f"{directory} is no cache directory (it has no file {LOCK!r})")
+    _check_marked(directory)
     freed = 0
     try:
         lock = DirectoryLock(directory)
