@@ -39,8 +39,8 @@ class ConformanceError(SpecError):
     """
 
     def __init__(self, subject: str, findings: Sequence[Finding]) -> None:
-        lines = "; ".join(str(f) for f in findings)
-        super().__init__(f"{subject} breaks its contract in {len(findings)} checks: {lines}")
+        lines = "".join(f"\n- {finding}" for finding in findings)
+        super().__init__(f"{subject} breaks its contract in {len(findings)} checks:{lines}")
         self.findings = tuple(findings)
 
 
