@@ -220,3 +220,21 @@ def test_a_prompt_file_that_holds_none_is_explained(
     ran = spec("benchmark", "--prompts", str(file))
     assert ran.code == 2
     assert "prompt" in ran.err
+
+
+@pytest.mark.parametrize("module", ["click", "spec_cli.main"])
+def test_ctrl_c_while_the_program_starts_ends_it_quietly(module: str) -> None:
+    interrupted = f"""
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+from spec_cli.__main__ import main
+main()
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", interrupted], capture_output=True, timeout=60, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, b"", b"")
