@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import pytest
 
+from spec_cli.sizes import counted
+
 PROMPT = "Write a Python function that returns the squares of a list."
 
 
@@ -43,7 +45,9 @@ def test_a_second_run_reuses_the_first_one_s_prompt(spec: Spec, tmp_path: Path) 
     assert "spec-tiny, dspark, float32" in line
     seen = json.loads(spec("cache", "stats", "--json", str(tmp_path / "kept")).out)
     assert (seen["bytes"], seen["files"]) == (listed["nbytes"], listed["files"])
-    assert f"{seen['tokens']} tokens" in spec("cache", "stats", str(tmp_path / "kept")).out
+    said = spec("cache", "stats", str(tmp_path / "kept")).out
+    assert said.startswith(f"{seen['tokens']} tokens in {counted(seen['files'], 'file')} ")
+    assert said.endswith(", of 1 namespace\n")
 
     refused = spec("cache", "clear", str(tmp_path / "kept"), "--namespace", "xyz")
     assert refused.code == 2
@@ -54,6 +58,13 @@ def test_a_second_run_reuses_the_first_one_s_prompt(spec: Spec, tmp_path: Path) 
     assert json.loads(spec("cache", "clear", "--json", str(tmp_path / "kept")).out) == {
         "freed_bytes": 0
     }
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (11, "11 files")]
+)
+def test_one_is_singular(number: int, said: str) -> None:
+    assert counted(number, "file") == said
 
 
 def test_the_folder_comes_from_the_environment(

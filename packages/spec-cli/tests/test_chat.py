@@ -190,7 +190,7 @@ def test_help_and_stats_name_everything(spec: Spec) -> None:
     ran = spec("chat", "--max-tokens", "5", stdin=lines("/help", "/stats", FIRST, "/stats"))
     for word in ("/set", "/system", "/clear", "/save", "/load", "/stats", "nothing was answered"):
         assert word in ran.err
-    assert "all 1 answers: 5 tokens" in ran.err
+    assert "\n1 answer: 5 tokens" in ran.err
     assert "positions of the context" in ran.err
 
 

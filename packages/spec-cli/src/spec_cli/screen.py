@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from spec_cli.sizes import counted
+
 if TYPE_CHECKING:
     from spec_server import Answer, AnswerStatistics, Chunk, Completion
 
@@ -90,9 +92,9 @@ def statistics_line(completion: Completion, dtype: str) -> str:
     seen, library = completion.statistics, device.arithmetic()
     computed = f"{dtype} with {library}" if library and dtype == "float32" else dtype
     parts = [
-        f"{_drafting(seen)}, {computed}: {completion.completion_tokens} tokens",
+        f"{_drafting(seen)}, {computed}: {counted(completion.completion_tokens, 'token')}",
         f"{seen.tokens_per_second:.1f} tokens/s",
-        f"{seen.mean_accept_length:.2f} tokens a round over {seen.rounds} rounds",
+        f"{seen.mean_accept_length:.2f} tokens a round over {counted(seen.rounds, 'round')}",
         f"first token after {seen.ttft_seconds:.2f} s",
     ]
     if seen.cache_stopped != "off":

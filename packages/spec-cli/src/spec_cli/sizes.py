@@ -1,4 +1,4 @@
-"""Numbers of bytes and seconds for a reader."""
+"""Numbers for a reader."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ def in_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} {_UNITS[-1]}"
+
+
+def counted(number: int, name: str) -> str:
+    """For instance "1 file" or "2 files"."""
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"

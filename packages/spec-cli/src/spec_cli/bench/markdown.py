@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from spec_cli.bench.report import NOTES, Grid, Report, grids, versions
 from spec_cli.bench.verdict import verdict
+from spec_cli.sizes import counted
 
 
 def markdown(report: Report) -> str:
@@ -17,7 +18,7 @@ def markdown(report: Report) -> str:
             verdict(report.results),
             *(_table(grid) for grid in grids(report)),
             f"Measured on {context.device}: {sets} prompts, {context.max_tokens} tokens at most, "
-            f"{context.trials} trials. {' '.join(NOTES)}",
+            f"{counted(context.trials, 'trial')}. {' '.join(NOTES)}",
             f"```console\n$ {context.command}\n```",
             f"{stamps}\n",
         ]

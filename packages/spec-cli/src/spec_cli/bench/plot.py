@@ -8,12 +8,15 @@ from spec_cli.bench.measure import BASELINE, Result
 from spec_cli.bench.report import Report
 from spec_cli.bench.svg import Bar, Bars, Chart, Lines, page
 from spec_cli.bench.verdict import label
+from spec_cli.sizes import counted
 
 
 def plot(report: Report) -> str:
     """An SVG document."""
     context = report.context
-    caption = f"{context.model}, {context.dtype}, {context.trials} trials, on {context.device}"
+    caption = (
+        f"{context.model}, {context.dtype}, {counted(context.trials, 'trial')}, on {context.device}"
+    )
     charts = (_speedups(report.results), _acceptance(report.results), _rounds(report.results))
     return page([chart for chart in charts if chart is not None], caption)
 

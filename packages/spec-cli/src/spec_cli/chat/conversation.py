@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spec_cli.sizes import counted
 from spec_core.errors import SpecError
 
 _FORM = "spec chat 1"
@@ -111,4 +112,4 @@ def _is_texts(turn: object) -> bool:
 def shown(turns: Sequence[dict[str, str]]) -> str:
     """How long a conversation is, for a reader."""
     count = len(turns) // 2
-    return f"{count} question{'' if count == 1 else 's'} and answer{'' if count == 1 else 's'}"
+    return f"{counted(count, 'question')} and answer{'' if count == 1 else 's'}"

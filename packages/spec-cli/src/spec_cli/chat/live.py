@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Self
 
 import click
 
+from spec_cli.sizes import counted
+
 if TYPE_CHECKING:
     from spec_server import Chunk, Completion, Engine
 
@@ -38,7 +40,7 @@ def _line(
 ) -> str:
     of = "" if prompt is None else f" of {prompt}"
     return (
-        f"{tokens} tokens, {rate:.1f} tokens/s, {per_round:.2f} a round, {drafting}, "
+        f"{counted(tokens, 'token')}, {rate:.1f} tokens/s, {per_round:.2f} a round, {drafting}, "
         f"{reused}{of} prompt tokens reused"
     )
 

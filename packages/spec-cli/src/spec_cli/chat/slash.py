@@ -15,6 +15,7 @@ from spec_cli.bundled import shown as shown_name
 from spec_cli.chat.conversation import load, save, shown
 from spec_cli.chat.settings import NAMES
 from spec_cli.screen import statistics_line
+from spec_cli.sizes import counted
 
 if TYPE_CHECKING:
     from spec_cli.chat.repl import Chat
@@ -135,12 +136,14 @@ def _stats(chat: Chat, argument: str) -> None:
         sum(one.prompt_tokens for one in done),
         sum(one.statistics.cached_tokens for one in done),
     )
+    written = sum(one.completion_tokens for one in done)
+    every = "1 answer" if len(done) == 1 else f"all {len(done)} answers"
     last = done[-1]
     used = last.prompt_tokens + last.completion_tokens
     chat.remark(f"last answer: {statistics_line(last, facts.dtype)}")
     chat.remark(
-        f"all {len(done)} answers: {sum(one.completion_tokens for one in done)} tokens, "
-        f"{1 + accepted / rounds if rounds else 1:.2f} a round over {rounds} rounds, "
+        f"{every}: {counted(written, 'token')}, "
+        f"{1 + accepted / rounds if rounds else 1:.2f} a round over {counted(rounds, 'round')}, "
         f"{reused} of {prompts} prompt tokens reused"
     )
     chat.remark(f"{used} of {facts.context_window} positions of the context were in use")

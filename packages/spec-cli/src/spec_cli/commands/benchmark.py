@@ -24,6 +24,7 @@ from spec_cli.options import (
     names_of,
     whole_numbers,
 )
+from spec_cli.sizes import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -326,7 +327,9 @@ def _print(report: Report) -> None:
     context = report.context
     click.echo(f"{context.model}, {context.dtype}, on {context.device}")
     sets = ", ".join(f"{count} {name}" for name, count in context.prompts.items())
-    click.echo(f"{sets} prompts, {context.max_tokens} tokens at most, {context.trials} trials\n")
+    click.echo(
+        f"{sets} prompts, {context.max_tokens} tokens at most, {counted(context.trials, 'trial')}\n"
+    )
     for grid in grids(report):
         Console().print(_table(grid), "")
     click.echo(f"{verdict(report.results)}\n")

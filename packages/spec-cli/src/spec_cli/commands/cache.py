@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spec_cli.options import json_option
-from spec_cli.sizes import in_bytes
+from spec_cli.sizes import counted, in_bytes
 
 if TYPE_CHECKING:
     from spec_cache import StoredNamespace
@@ -68,8 +68,8 @@ def stats(folder: Path, as_json: bool) -> None:
         click.echo(json.dumps(seen))
         return
     click.echo(
-        f"{seen['tokens']} tokens in {seen['files']} files ({in_bytes(seen['bytes'])}), of "
-        f"{seen['namespaces']} namespaces"
+        f"{counted(seen['tokens'], 'token')} in {counted(seen['files'], 'file')} "
+        f"({in_bytes(seen['bytes'])}), of {counted(seen['namespaces'], 'namespace')}"
     )
 
 
@@ -109,9 +109,10 @@ def _line(one: StoredNamespace) -> str:
     if one.salted:
         kept.append("a tenant's")
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.last_used))
+    tokens, files = counted(one.tokens, "token"), counted(one.files, "file")
     return (
-        f"{one.root[:_SHOWN]}  {used}  {in_bytes(one.nbytes):>9}  {one.tokens:>8} tokens  "
-        f"{one.files:>6} files  {', '.join(part for part in kept if part) or 'unreadable'}"
+        f"{one.root[:_SHOWN]}  {used}  {in_bytes(one.nbytes):>9}  {tokens:>15}  "
+        f"{files:>12}  {', '.join(part for part in kept if part) or 'unreadable'}"
     )
 
 

@@ -14,7 +14,7 @@ import click
 
 from spec_cli import bundled
 from spec_cli.options import json_option, log_level_option, yes_option
-from spec_cli.sizes import in_bytes
+from spec_cli.sizes import counted, in_bytes
 
 if TYPE_CHECKING:
     from spec_cli.pulling import Arrived, Plan
@@ -81,7 +81,7 @@ def _say(text: str) -> None:
 def _line(wanted: Plan) -> str:
     there = wanted.nbytes - wanted.missing_bytes
     have = f", {in_bytes(there)} of them there already" if there else ""
-    return f"{wanted.repo}: {in_bytes(wanted.nbytes)} in {len(wanted.parts)} files{have}"
+    return f"{wanted.repo}: {in_bytes(wanted.nbytes)} in {counted(len(wanted.parts), 'file')}{have}"
 
 
 def _ask(plans: Sequence[Plan], yes: bool) -> None:
