@@ -41,9 +41,6 @@ nox.options.sessions = [
     "bench",
     "vlm",
 ]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-if any(map(shutil.which, BROWSERS)):
-    nox.options.sessions.append("page")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # With another BLAS than the wheel's, sums depend on the number of rows, and near-ties may differ.
@@ -234,7 +231,7 @@ def e2e(session: nox.Session) -> None:
 
 @nox.session(python=FLOOR)
 def page(session: nox.Session) -> None:
-    """The page at `/` in a headless Chromium; part of a plain `nox` where there is one.
+    """The page at `/` in a headless Chromium (not part of a plain `nox`: it wants a quiet machine).
 
     `SPEC_PICTURES=docs/images nox -s page` takes the documentation's pictures anew.
     """
