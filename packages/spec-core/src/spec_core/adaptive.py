@@ -187,8 +187,9 @@ class AdaptiveLength:
         confidence: Sequence[Sequence[float]],
     ) -> int:
         total = [0.0] * (max(lengths) + 1)
+        shared = self._shared.rates(self._longest)
         for row, length, scores in zip(rows, lengths, confidence, strict=True):
-            rates = self._scores.rates(scores[:length], self._rates_of(row))
+            rates = self._scores.rates(scores[:length], self._rates_of(row, shared))
             tokens = expected_tokens(rates)
             for width in range(len(total)):
                 total[width] += tokens[min(width, length)]
@@ -279,15 +280,16 @@ class AdaptiveLength:
     def _speeds(self, rows: Sequence[RowStatus]) -> list[float]:
         """Expected tokens a second of all rows together, for each length."""
         total = [0.0] * (self._longest + 1)
+        shared = self._shared.rates(self._longest)
         for row in rows:
-            tokens = expected_tokens(self._rates_of(row))
+            tokens = expected_tokens(self._rates_of(row, shared))
             cap = self._longest if row.max_draft is None else row.max_draft
             for length in range(self._longest + 1):
                 total[length] += tokens[min(length, cap)]
         return [emitted / self._time(rows, length) for length, emitted in enumerate(total)]
 
-    def _rates_of(self, row: RowStatus) -> list[float]:
-        shared = self._shared.rates(self._longest)
+    def _rates_of(self, row: RowStatus, shared: list[float]) -> list[float]:
+        """A row's own acceptance by slot, and what all rows have seen where it has not."""
         known = self._rows.get(row.key)
         return shared if known is None else known.rates(self._longest, shared)
 

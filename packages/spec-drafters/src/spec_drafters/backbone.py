@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from spec_core.device import runs_beside_host
 from spec_core.kv import KVRows, RowClock
 from spec_drafters.linear import Weights
 from spec_drafters.rope import Offset, Rotary
@@ -183,7 +184,7 @@ class Mlp:
         self._out = weights.linear("down_proj")
         self._gated = _swiglu if spec.backbone == "qwen3" else _geglu
         # One kernel instead of several; on a CPU it would cost a run of the C++ compiler.
-        if mx.default_device().type != mx.DeviceType.cpu:
+        if runs_beside_host():
             self._gated = mx.compile(self._gated, shapeless=True)
 
     def __call__(self, x: mx.array) -> mx.array:

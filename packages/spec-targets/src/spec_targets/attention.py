@@ -57,11 +57,10 @@ def _row_by_row(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def attend(
         queries: mx.array, keys: Any, values: Any, cache: Any, mask: Any, **rest: Any
     ) -> mx.array:
-        columns = queries.shape[2]
-        ends = cache.row_ends(mask, columns) if isinstance(cache, FullLayer) else None
+        ends = cache.row_ends(mask) if isinstance(cache, FullLayer) else None
         if ends is None:
             return own(queries, keys, values, cache=cache, mask=mask, **rest)
-        causal = None if columns == 1 else "causal"
+        causal = None if queries.shape[2] == 1 else "causal"
         return mx.concatenate(
             [
                 own(

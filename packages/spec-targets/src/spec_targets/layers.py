@@ -84,19 +84,22 @@ class Frame:
     Attributes:
         clock: the rows' lengths.
         offset: where the first column goes: an int if all rows agree, else [B].
+        row_ends: where each row's keys end in a forward whose rows attend alone; None: together.
     """
 
-    __slots__ = ("_masks", "_rings", "clock", "offset")
+    __slots__ = ("_masks", "_rings", "clock", "offset", "row_ends")
 
     def __init__(self, clock: RowClock) -> None:
         self.clock = clock
         self.offset: int | mx.array = 0
+        self.row_ends: Sequence[int] | None = None
         self._masks: dict[tuple[int, bool, int | None], Mask] = {}
         self._rings: dict[tuple[int, int | None], Ring] = {}
 
     def open(self) -> None:
         """A forward begins."""
         self.offset = self.clock.offset()
+        self.row_ends = None
         self._masks = {}
 
     def mask(self, columns: int, as_array: bool, window: int | None) -> Mask:
@@ -108,12 +111,13 @@ class Frame:
             self._masks[key] = make(self.clock, columns, end, window)
         return self._masks[key]
 
-    def row_ends(self, columns: int, waste: float | None) -> list[int] | None:
-        """Where each row's keys end, if rows are to attend alone; see LayerOptions."""
+    def part_rows(self, columns: int, waste: float | None) -> bool:
+        """Let the rows of this forward attend alone, if that is worth it; see LayerOptions."""
         ends = [length + columns for length in self.clock.lengths]
         wasted = max(ends) * len(ends) - sum(ends)
         allowed = _tolerable_waste(max(ends), columns) if waste is None else waste
-        return None if wasted <= allowed else ends
+        self.row_ends = ends if wasted > allowed else None
+        return self.row_ends is not None
 
     def has_made(self, mask: Mask) -> bool:
         """Whether a mask is one of ours over all left-aligned rows, without a window."""
@@ -145,11 +149,10 @@ def _tolerable_waste(longest: int, columns: int) -> float:
 class FullLayer:
     """Full attention: looks like mlx-lm's KVCache, stores in KVRows."""
 
-    __slots__ = ("_frame", "_rows", "_waste")
+    __slots__ = ("_frame", "_rows")
 
-    def __init__(self, frame: Frame, waste: float | None = None) -> None:
+    def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._waste = waste
         self._rows: KVRows | QuantizedKVRows = KVRows(frame.clock)
 
     # Towards the model.
@@ -166,11 +169,9 @@ class FullLayer:
     ) -> Mask:
         return self._frame.mask(columns, return_array, window_size)
 
-    def row_ends(self, mask: Mask, columns: int) -> Sequence[int] | None:
-        """Where each row's keys end, if rows are to attend alone under this mask."""
-        if not self._frame.has_made(mask):
-            return None
-        return self._frame.row_ends(columns, self._waste)
+    def row_ends(self, mask: Mask) -> Sequence[int] | None:
+        """Where each row's keys end, if rows attend alone under this mask."""
+        return self._frame.row_ends if self._frame.has_made(mask) else None
 
     # Towards the state.
 
@@ -207,11 +208,8 @@ class QuantizedFullLayer(FullLayer):
 
     __slots__ = ("bits", "group_size")
 
-    def __init__(
-        self, frame: Frame, bits: int, group_size: int, waste: float | None = None
-    ) -> None:
+    def __init__(self, frame: Frame, bits: int, group_size: int) -> None:
         self._frame = frame
-        self._waste = waste
         self._rows = QuantizedKVRows(frame.clock, bits, group_size)
         self.bits = bits
         self.group_size = group_size
@@ -234,8 +232,8 @@ def group_size_for(head_sizes: Sequence[int]) -> int:
 def full_layer(like: object, frame: Frame, options: LayerOptions) -> LayerCache:
     """A layer cache in place of mlx-lm's KVCache."""
     if options.kv_bits is None:
-        return FullLayer(frame, options.waste)
-    return QuantizedFullLayer(frame, options.kv_bits, options.group_size, options.waste)
+        return FullLayer(frame)
+    return QuantizedFullLayer(frame, options.kv_bits, options.group_size)
 
 
 LayerMaker = Callable[[Any, Frame, LayerOptions], LayerCache]

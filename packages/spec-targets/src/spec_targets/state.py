@@ -46,9 +46,9 @@ class LayeredState:
         for layer in self.layers:
             layer.begin(columns)
 
-    def row_by_row(self, columns: int, waste: float | None) -> bool:
-        """Whether rows attend alone in a forward of so many columns; see LayerOptions."""
-        return self._frame.row_ends(columns, waste) is not None
+    def part_rows(self, columns: int, waste: float | None) -> bool:
+        """Let the rows of the open forward attend alone, if that is worth it; see LayerOptions."""
+        return self._frame.part_rows(columns, waste)
 
     def check(self, keep: Sequence[int]) -> None:
         """Raise SeamError unless `commit(keep)` fits the provisional forward."""

@@ -106,7 +106,7 @@ class Runner:
         self, tokens: mx.array, state: LayeredState, taps: Sequence[int], logits: LogitRows
     ) -> Forward:
         swaps = [*self._bones.family.swaps(self._bones.anatomy, state.layers)]
-        if state.row_by_row(tokens.shape[1], self._bones.options.waste):
+        if state.part_rows(tokens.shape[1], self._bones.options.waste):
             swaps += self._row_by_row.swaps()
         if tokens.shape[1] > 1 and runs_beside_host():
             swaps += self._early.swaps
