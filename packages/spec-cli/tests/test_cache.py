@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
 from spec_cli.sizes import counted
 
+from .command import Spec
+
 PROMPT = "Write a Python function that returns the squares of a list."
-
-
-class Ran(Protocol):
-    code: int
-    out: str
-    err: str
-
-
-class Spec(Protocol):
-    def __call__(self, *arguments: str, stdin: str | bytes | None = None) -> Ran: ...
 
 
 def generated(spec: Spec, *arguments: str) -> dict[str, Any]:

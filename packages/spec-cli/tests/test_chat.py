@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,18 +26,10 @@ from spec_cli.chat.conversation import ConversationError, load
 from spec_cli.chat.reader import PlainReader
 from spec_server import Engine
 
+from .command import Spec
+
 FIRST = "Write a Python function that adds two numbers."
 SECOND = "What is 17 + 25?"
-
-
-class Ran(Protocol):
-    code: int
-    out: str
-    err: str
-
-
-class Spec(Protocol):
-    def __call__(self, *arguments: str, stdin: str | bytes | None = None) -> Ran: ...
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import click
 import pytest
@@ -15,15 +15,7 @@ from click.testing import CliRunner
 
 from spec_cli import main, options
 
-
-class Ran(Protocol):
-    code: int
-    out: str
-    err: str
-
-
-class Spec(Protocol):
-    def __call__(self, *arguments: str, stdin: str | bytes | None = None) -> Ran: ...
+from .command import Spec
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "-h"], ["benchmark", "--help"]])

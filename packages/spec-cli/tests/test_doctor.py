@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -19,15 +19,7 @@ from spec_cli.doctor import cost
 from spec_cli.doctor.finding import Finding
 from spec_cli.doctor.packages import BREAKAGES, breakages, misfits, needs
 
-
-class Ran(Protocol):
-    code: int
-    out: str
-    err: str
-
-
-class Spec(Protocol):
-    def __call__(self, *arguments: str, stdin: str | bytes | None = None) -> Ran: ...
+from .command import Spec
 
 
 @pytest.fixture(autouse=True)

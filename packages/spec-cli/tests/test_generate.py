@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import pytest
 
 from spec_cli import bundled
+
+from .command import Spec
 
 KEYS = [
     "text",
@@ -42,16 +44,6 @@ def is_even(num):
 ```
 
 A number is even when the remainder of division by 2 is 0."""
-
-
-class Ran(Protocol):
-    code: int
-    out: str
-    err: str
-
-
-class Spec(Protocol):
-    def __call__(self, *arguments: str, stdin: str | bytes | None = None) -> Ran: ...
 
 
 def as_json(spec: Spec, *arguments: str, **options: Any) -> dict[str, Any]:

@@ -10,26 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 from huggingface_hub import close_session, constants
 
 from spec_cli import bundled
 
+from .command import Spec
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TARGET, DRAFTER = "Qwen/Qwen3-4B", "deepseek-ai/dspark_qwen3_4b_block7"
 """A known pair, as the table has it."""
-
-
-class Ran(Protocol):
-    code: int
-    out: str
-    err: str
-
-
-class Spec(Protocol):
-    def __call__(self, *arguments: str, stdin: str | bytes | None = None) -> Ran: ...
 
 
 @dataclass

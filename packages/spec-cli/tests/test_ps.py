@@ -13,21 +13,13 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
+from .command import Spec
+
 KEY = "a-key"
-
-
-class Ran(Protocol):
-    code: int
-    out: str
-    err: str
-
-
-class Spec(Protocol):
-    def __call__(self, *arguments: str, stdin: str | bytes | None = None) -> Ran: ...
 
 
 @pytest.fixture(scope="module")
