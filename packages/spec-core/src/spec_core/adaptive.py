@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from spec_core.curves import CostCurves
+from spec_core.pace import Pace
 from spec_core.seams import RowOutcome, RowStatus
 
 _MEMORY, _SHORT_MEMORY = 0.97, 0.8
@@ -32,11 +33,11 @@ class Share:
     """How often trials pass, recent ones weighing more: a long memory, which is dropped for a
     short one where that says something clearly different."""
 
-    __slots__ = ("_late_passed", "_late_tried", "passed", "tried")
+    __slots__ = ("_late_passed", "_late_squares", "_late_tried", "passed", "tried")
 
     def __init__(self) -> None:
         self.tried = self.passed = 0.0
-        self._late_tried = self._late_passed = 0.0
+        self._late_tried = self._late_passed = self._late_squares = 0.0
 
     def observe(self, passed: float) -> None:
         """A trial that passed (1), did not (0), or would have with this probability."""
@@ -45,8 +46,10 @@ class Share:
         self.passed += passed
         self._late_tried = self._late_tried * _SHORT_MEMORY + 1.0
         self._late_passed = self._late_passed * _SHORT_MEMORY + passed
+        self._late_squares = self._late_squares * _SHORT_MEMORY**2 + 1.0
         share, late = self.passed / self.tried, self._late_passed / self._late_tried
-        doubt = math.sqrt(share * (1.0 - share) / self._late_tried)
+        trials = self._late_tried**2 / self._late_squares  # as many of equal weight
+        doubt = math.sqrt(share * (1.0 - share) / trials)
         if abs(late - share) > _SURPRISE * doubt + _TOLERANCE:
             self.tried, self.passed = self._late_tried, self._late_passed
 
@@ -132,7 +135,10 @@ class AdaptiveLength:
         self._shared = Acceptance()
         self._rows: dict[int, Acceptance] = {}
         self._statuses: Sequence[RowStatus] = ()
-        self._pace = Pace()
+        self._pace = Pace(self._longest)
+        self._checks = self._unchecked = 0
+        self._check_every = _CHECK_EVERY
+        self._drafted = 0
         self._scores = Scores()
         self._cuts = scores and self._longest > 1 and self._columns_cost()
         self._length = self._opening()
@@ -161,7 +167,7 @@ class AdaptiveLength:
         length = self._length
         if self._probe_due(rows):
             length = self._probe_length(rows)
-        elif length and self._pace.doubtful:
+        elif self._checks:
             length = 0
         return [length] * len(rows)
 
@@ -224,13 +230,25 @@ class AdaptiveLength:
             emitted = sum(outcome.accepted + 1 for outcome in outcomes) / len(outcomes)
             self._probes.observe(drafted, emitted, self._plain_rounds(rows, drafted))
         if len(rows) == len(outcomes):
-            expected = self._seconds(rows, drafted)
-            self._pace.observe(drafted, seconds / expected, own=drafted != self._length)
+            self._time_round(rows, drafted, seconds)
         for outcome in outcomes:
             if outcome.finish is not None:
                 self._rows.pop(outcome.key, None)
-        if drafted and not self._pace.doubtful and (not self.parked or self._probes.convincing):
+        if drafted and (not self.parked or self._probes.convincing):
             self._reconsider(rows)
+
+    def _time_round(self, rows: Sequence[RowStatus], drafted: int, seconds: float) -> None:
+        """Correct the curves; while drafting, now and then by plain rounds.
+
+        The first plain round fills the pipeline: it is not compared.
+        """
+        if drafted or not self._drafted:
+            self._pace.observe(drafted, seconds / self._seconds(rows, drafted))
+        self._drafted = drafted
+        if not drafted:
+            self._checks, self._unchecked = max(0, self._checks - 1), 0
+        else:
+            self._unchecked += 1
 
     def _learn_scores(self, outcome: RowOutcome) -> float | None:
         """What a row's scores were worth; the rate of the first slot that was cut, if one was."""
@@ -265,6 +283,7 @@ class AdaptiveLength:
             speeds[-1] = max(speeds[-1], self._scores.speed)
         best = max(range(len(speeds)), key=speeds.__getitem__)
         gain = speeds[best] / speeds[self._length]
+        self._check(math.log(speeds[self._length] / speeds[0]))
         worth, patience = _WORTH, max(_FIRST_DWELL, self._rounds // 2)
         if best == 0:
             worth, patience = _WORTH_PARKING, max(_PARKING_DWELL, patience)
@@ -275,7 +294,15 @@ class AdaptiveLength:
         ):
             self._length = best
             self._since_change = 0
+            self._check_every = _CHECK_EVERY
             self._probes = Probes()
+
+    def _check(self, margin: float) -> None:
+        """Ask for plain rounds where drafting is not clearly better; ever more rarely."""
+        if self._length and self._unchecked >= self._check_every:
+            if margin < _SURE * self._pace.doubt(self._length):
+                self._checks = _CHECK_ROUNDS
+                self._check_every *= 2
 
     def _speeds(self, rows: Sequence[RowStatus]) -> list[float]:
         """Expected tokens a second of all rows together, for each length."""
@@ -311,7 +338,7 @@ class AdaptiveLength:
 
     def _plain_rounds(self, rows: Sequence[RowStatus], length: int) -> float:
         """What a round costs, in plain rounds."""
-        return self._seconds(rows, length) / self._seconds(rows, 0)
+        return self._time(rows, length) / self._time(rows, 0)
 
     def _probe_length(self, rows: Sequence[RowStatus]) -> int:
         """The drafting length that would be best, were plain decoding not better."""
@@ -381,6 +408,9 @@ _FIRST_DWELL = 2
 dwell time."""
 _PARKING_DWELL = 4
 """The fewest rounds before parking."""
+_SURE, _CHECK_EVERY, _CHECK_ROUNDS = 2.0, 12, 2
+"""Where drafting is not better than plain decoding by so many standard deviations of what is known
+of its time, plain rounds are looked at: after so many rounds of drafting, so many."""
 _MOST_ROWS = 256
 """Rows remembered, beyond those that are there."""
 _PROBE_EVERY, _PROBE_AT_LEAST = 16, 192
@@ -427,54 +457,3 @@ class Probes:
             self._interval = min(2 * self._interval, _PROBE_AT_LEAST)
             self._plain = self._tries = 0
             self._balance = 0.0
-
-
-class Pace:
-    """How observed round times compare with the curves, for each length.
-
-    A machine that is slower for a while slows every length, so a change seen at the length in use
-    is first taken to hold for all. Once it is large it is doubted: a few plain rounds are
-    compared, and what differs from them is the length's own.
-    """
-
-    def __init__(self) -> None:
-        self._factors: dict[int, float] = {}
-        self._drift = 1.0
-        self._checks = 0
-
-    @property
-    def doubtful(self) -> bool:
-        """Plain rounds are wanted for comparison."""
-        return self._checks > 0
-
-    def observe(self, length: int, ratio: float, *, own: bool) -> None:
-        """`ratio` = observed over expected time; `own`: it says nothing of the other lengths."""
-        old = self.factor(length)
-        step = (min(max(ratio, 0.2), 5.0) / old) ** (_OWN_STEP if own else _STEP)
-        if own:
-            self._checks = max(0, self._checks - (length == 0))
-        else:
-            self._factors = {n: factor * step for n, factor in self._factors.items()}
-            self._drift *= step
-            if not 1 / _DOUBT < self._drift < _DOUBT:
-                self._drift, self._checks = 1.0, _CHECKS if length else 0
-        self._factors[length] = old * step
-
-    def factor(self, length: int) -> float:
-        """Between lengths that were seen, linear; beyond them, as the nearest."""
-        seen = sorted(self._factors.items())
-        if not seen:
-            return 1.0
-        above = [(n, f) for n, f in seen if n >= length]
-        below = [(n, f) for n, f in seen if n <= length]
-        (x0, y0), (x1, y1) = (
-            (below or above)[-1 if below else 0],
-            (above or below)[0 if above else -1],
-        )
-        return y0 if x0 == x1 else y0 + (y1 - y0) * (length - x0) / (x1 - x0)
-
-
-_STEP, _OWN_STEP = 0.1, 0.4
-"""How far (in the logarithm) a factor moves towards an observation."""
-_DOUBT, _CHECKS = 1.3, 3
-"""A drift by this factor is checked by so many plain rounds."""

@@ -26,6 +26,7 @@ from spec_core.round import (
     propose,
     settle,
     submit,
+    wait,
 )
 from spec_core.seams import (
     Drafter,
@@ -287,7 +288,7 @@ class Batch:
             submit(lanes, flight)
         self._flight = self._run_ahead(lanes, flight)
         if self._flight is not None and not self._early:
-            mx.eval(*flight.verdict.arrays())  # its readers are done: the device may go on
+            wait(flight)
             submit(lanes, self._flight)
         return settle(lanes, flight)
 

@@ -67,6 +67,7 @@ class Flight:
         lengths: guesses verified in each row.
         sources: who guessed, in each row.
         committed: the columns are already kept (a plain round whose anchor is settled).
+        ready: when the verdict was there, if somebody waited for it before `settle`.
     """
 
     tokens: mx.array
@@ -76,6 +77,7 @@ class Flight:
     verdict: Verdict
     started: float
     committed: bool = False
+    ready: float | None = None
 
     @property
     def plain(self) -> bool:
@@ -160,6 +162,12 @@ def submit(lanes: Lanes, flight: Flight) -> None:
     start(*flight.verdict.arrays(), lanes.anchor, *lanes.sampler.pending(), *pending)
 
 
+def wait(flight: Flight) -> None:
+    """Wait for the verdict: whatever the flight reads may be written again."""
+    mx.eval(*flight.verdict.arrays())
+    flight.ready = time.perf_counter()
+
+
 def settle(lanes: Lanes, flight: Flight) -> list[RowOutcome]:
     """Wait for the verdict, cut, commit and observe. Rows that had finished before give nothing."""
     verdicts = flight.verdict.read()
@@ -175,7 +183,7 @@ def settle(lanes: Lanes, flight: Flight) -> list[RowOutcome]:
     for row, outcome in ((r, o) for r in lanes.rows for o in outcomes if r.key == o.key):
         if row.request.constraint is not None:
             row.request.constraint.advance(outcome.tokens)
-    now = time.perf_counter()
+    now = flight.ready or time.perf_counter()
     lanes.policy.observe(outcomes, now - max(flight.started, lanes.settled_at))
     lanes.settled_at = now
     return outcomes

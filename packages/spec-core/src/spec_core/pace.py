@@ -1,0 +1,77 @@
+"""How observed round times compare with the curves: what the machine does, and what a curve has
+wrong.
+
+The model: log(observed / expected) of a round of length n is drift + error[n] + noise, with
+error[0] = 0. The drift is the whole machine's (another process, a warm processor) and wanders; an
+error is the curve's own, the same from round to round and alike for lengths close to each other.
+A Kalman filter (R. E. Kalman, "A New Approach to Linear Filtering and Prediction Problems", 1960)
+follows both. Which length is best depends on the errors alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+_NOISE = 0.12
+"""Standard deviations, in the logarithm of time: of one round..."""
+_DRIFT, _WANDER = 1.0, 0.03
+"""...of the drift at first, and what each round adds..."""
+_ERROR, _AGEING = 0.3, 0.004
+"""...of an error at first, and what each round adds."""
+_ALIKE = 0.85
+"""Correlation of the errors of two lengths that follow each other."""
+_OUTLIER = 3.0
+"""An observation moves the estimate as if it were so many standard deviations off, at most."""
+_LARGEST = 3.0
+"""The logarithm of the greatest ratio believed."""
+
+
+class Pace:
+    """Corrections of the curves for lengths 0..longest, by the rounds seen so far."""
+
+    def __init__(self, longest: int) -> None:
+        lengths = np.arange(longest)
+        alike = _ALIKE ** np.abs(lengths[:, None] - lengths[None, :])
+        self._mean = np.zeros(longest + 1)  # the drift, then the errors from length 1 on
+        self._covariance = np.zeros((longest + 1, longest + 1))
+        self._covariance[0, 0] = _DRIFT**2
+        self._covariance[1:, 1:] = _ERROR**2 * alike
+        self._ageing = np.zeros_like(self._covariance)
+        self._ageing[0, 0] = _WANDER**2
+        self._ageing[1:, 1:] = _AGEING**2 * alike
+
+    def observe(self, length: int, ratio: float) -> None:
+        """A round of this length took `ratio` times what the curves say."""
+        covariance = self._covariance + self._ageing
+        shared = covariance[0] + covariance[length] if length else covariance[0]
+        variance = float(shared[0] + shared[length] if length else shared[0]) + _NOISE**2
+        expected = float(self._mean[0] + (self._mean[length] if length else 0.0))
+        surprise = min(max(math.log(ratio), -_LARGEST), _LARGEST) - expected
+        most = _OUTLIER * math.sqrt(variance)
+        believed = min(max(surprise, -most), most)
+        self._mean = self._mean + shared * (believed / variance)
+        self._covariance = covariance - np.outer(shared, shared) / variance
+        self._doubt(length, abs(surprise - believed))
+
+    def factor(self, length: int) -> float:
+        """What a round of this length takes in comparison with a plain one, as a multiple of what
+        the curves say of both."""
+        return math.exp(self._mean[length]) if length else 1.0
+
+    def doubt(self, length: int) -> float:
+        """The standard deviation of the logarithm of `factor`."""
+        return math.sqrt(max(0.0, self._covariance[length, length])) if length else 0.0
+
+    def _doubt(self, length: int, excess: float) -> None:
+        """What lies beyond belief may be the machine's or the curve's: less is known of both."""
+        if excess:
+            self._covariance[0, 0] += excess**2
+            if length:
+                errors = self._covariance[1:, 1:]
+                alike = self._ageing[length, 1:] / _AGEING**2
+                errors += np.outer(alike, alike) * (_SHARE_OF_DOUBT * excess) ** 2
+
+
+_SHARE_OF_DOUBT = 0.5
