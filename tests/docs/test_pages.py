@@ -86,6 +86,15 @@ def test_configuration_of_a_page_can_be_read(block: Block) -> None:
     assert read[block.language](block.code)
 
 
+def test_readmes_of_packages_link_to_nothing_beside_them() -> None:
+    """A package index shows the README alone."""
+    readmes = ROOT.glob("packages/*/README.md")
+    links = [
+        (named(page), to) for page in readmes for *_, to in LINK.findall(page.read_text("utf-8"))
+    ]
+    assert [link for link in links if not link[1].startswith(("https://", "#"))] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     broken = []
