@@ -265,9 +265,11 @@ def test_without_a_network_a_sentence_says_what_to_do(
     assert ran.code == 1
     assert "check the connection" in ran.err
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    ran = spec("pull", TARGET)
-    assert ran.code == 1
-    assert "HF_HUB_OFFLINE" in ran.err
+    for command in (["pull", TARGET], ["generate", "hi", "--model", TARGET]):
+        ran = spec(*command)
+        assert ran.code == 1
+        assert "HF_HUB_OFFLINE forbids asking the hub" in ran.err
+        assert "check the name" not in ran.err
 
 
 def test_the_bundled_model_needs_no_pull(spec: Spec, cache: Path) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Container, Sequence
 
-import mlx.core as mx
-
 from spec_cache.entry import Entry, Payload
 from spec_cache.keys import TOKEN_BYTES
 from spec_cache.layout import Schema
 from spec_cache.tree import Tree
+from spec_core.device import backend
 
 ENTRY_BYTES = 512
 """What an entry costs beside its arrays and tokens: keys, tuples, places in the trees."""
@@ -68,9 +67,9 @@ def _buffer(nbytes: int) -> int:
     A buffer that is used again may be less than two pages, and less than the array's own size,
     too large; GPU backends also round up, to a page or to a power of two.
     """
-    if mx.default_device().type == mx.DeviceType.gpu:
-        return nbytes + min(3 * nbytes, 3 * _GPU_PAGE)
-    return nbytes + min(nbytes, 2 * mmap.PAGESIZE)
+    if backend() == "cpu":
+        return nbytes + min(nbytes, 2 * mmap.PAGESIZE)
+    return nbytes + min(3 * nbytes, 3 * _GPU_PAGE)
 
 
 class _Union:

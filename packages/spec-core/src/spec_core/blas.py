@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import mlx.core as mx
+from spec_core.device import backend
 
 _LIBRARY = re.compile(r"/lib(openblas|mkl_rt|blis|armpl|atlas)[^/\s]*\.so", re.IGNORECASE)
 
@@ -34,4 +34,4 @@ def prefers_columns() -> bool:
     The BLAS of MLX's wheel is twice as fast then, with the same sums. OpenBLAS is as fast or up to
     twice as fast (eight rows by 256 x 1024: 88 us for 162), and 10 % slower for a few shapes.
     """
-    return sys.platform == "linux" and mx.default_device().type == mx.DeviceType.cpu
+    return sys.platform == "linux" and backend() == "cpu"

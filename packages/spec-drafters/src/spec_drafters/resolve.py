@@ -97,9 +97,14 @@ def resolve(
     remote = hub or HuggingFaceHub()
     if text.startswith(GGUF):
         return _remote_file(text, path, places, remote)
-    if not _HUB_ID.fullmatch(text):
+    if not is_hub_id(text):
         raise ResolveError(text, "missing", _nowhere(text, places))
     return _fetch(text, text, places, lambda: remote.snapshot(text, files))
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether it is written like a repository's name, "owner/name"."""
+    return _HUB_ID.fullmatch(text) is not None
 
 
 def _places(path: str, beside: Path | None) -> list[Path]:
@@ -126,7 +131,7 @@ def _remote_file(source: str, path: str, places: Sequence[Path], hub: Hub) -> Pa
     owner, _, rest = path.partition("/")
     name, _, file = rest.partition("/")
     repo = f"{owner}/{name}"
-    if not file.endswith(".gguf") or not _HUB_ID.fullmatch(repo):
+    if not file.endswith(".gguf") or not is_hub_id(repo):
         raise ResolveError(source, "missing", _nowhere(source, places))
     return _fetch(source, repo, places, lambda: hub.file(repo, file))
 
@@ -232,7 +237,21 @@ class HuggingFaceHub:
 
     def problem_with(self, repo: str) -> HubProblem | None:
         """None if the hub says that it has the repository and we may read it."""
-        from huggingface_hub import HfApi, constants
+        from huggingface_hub import HfApi
+
+        forbidden = self.forbidden(repo)
+        if forbidden is not None:
+            return forbidden
+        api = HfApi(endpoint=self.endpoint)
+        try:
+            _within(self.patience, lambda: api.model_info(repo, timeout=self.patience))
+        except Exception as error:  # see _obtain
+            return self.explained(repo, error)
+        return None
+
+    def forbidden(self, repo: str) -> HubProblem | None:
+        """Why the hub may not be asked for what the cache lacks; None if it may."""
+        from huggingface_hub import constants
 
         if not self.ask:
             return HubProblem(
@@ -246,11 +265,6 @@ class HuggingFaceHub:
                 f"forbids asking the hub; unset it and run `hf download {repo}` (or `spec pull "
                 f"{repo}`) once while online, or name a local folder",
             )
-        api = HfApi(endpoint=self.endpoint)
-        try:
-            _within(self.patience, lambda: api.model_info(repo, timeout=self.patience))
-        except Exception as error:  # see _obtain
-            return self.explained(repo, error)
         return None
 
     def explained(self, repo: str, error: Exception) -> HubProblem:

@@ -5,22 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from typing import Literal
 
 import mlx.core as mx
 
 from spec_core.blas import replacement
-
-Backend = Literal["cpu", "metal", "cuda"]
+from spec_core.device import backend
 
 BUNDLED_BLAS = "the BLAS that MLX brings"
-
-
-def backend() -> Backend:
-    """Where MLX runs by default."""
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
 
 
 def blas() -> str | None:

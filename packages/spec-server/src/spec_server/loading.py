@@ -22,8 +22,9 @@ from spec_core import (
     SpecError,
     Target,
 )
+from spec_core.device import backend
 from spec_core.errors import InvalidValueError
-from spec_server import device, threads
+from spec_server import threads
 from spec_server.errors import ModelLoadError
 from spec_server.job import Labels
 from spec_server.scheduler import Models
@@ -40,8 +41,8 @@ DType = Literal["float32", "float16", "bfloat16"]
 Bits = Literal[4, 8]
 
 MaxDraft = int | Literal["auto"] | None
-"""A cap on guesses a round; None: the drafter's whole block; "auto": the length with the most
-tokens a second, from measured costs and live acceptance."""
+"""A cap on guesses a round, 0 being plain decoding; None: the drafter's whole block; "auto": the
+length with the most tokens a second, from measured costs and live acceptance."""
 
 DEFAULT_MAX_DRAFT: MaxDraft = None
 DRAFTER_BITS_ON_GPU: Bits = 4
@@ -95,7 +96,7 @@ class LoadOptions:
             raise InvalidValueError(
                 "confidence_threshold",
                 self.confidence_threshold,
-                "left out with max_draft auto, which chooses the length itself",
+                "left out where the draft length is auto, which chooses it itself",
             )
 
 
@@ -315,7 +316,18 @@ def locate_target(options: LoadOptions) -> Path:
     try:
         return locate(options.model)
     except TargetNotFoundError as error:
-        raise ModelLoadError(f"{error}{_meant(options.model)}") from error
+        sentence = _offline(options.model) or f"{error}{_meant(options.model)}"
+        raise ModelLoadError(sentence) from error
+
+
+def _offline(model: str) -> str | None:
+    """What to say of a hub id where the hub must not be asked: its name may well be right."""
+    from spec_drafters.resolve import HuggingFaceHub, is_hub_id
+
+    if not is_hub_id(model) or Path(model).exists():
+        return None
+    problem = HuggingFaceHub().forbidden(model)
+    return None if problem is None else f"{model}: {problem.detail}"
 
 
 def _meant(model: str) -> str:
@@ -378,7 +390,7 @@ def default_dtype(folder: Path, config: Mapping[str, Any]) -> DType | None:
     quantised matrices are unpacked into it. It takes twice the memory of 16 bits, so a dense
     checkpoint for which that would be half of the machine's memory or more is left as it is.
     """
-    if device.backend() != "cpu" or sys.platform != "linux":
+    if backend() != "cpu" or sys.platform != "linux":
         return None
     if "quantization" in config:
         return "float32"
@@ -502,7 +514,7 @@ def _load_trained(options: LoadOptions, parts: TargetParts, choice: DrafterChoic
 def drafter_dtype(dtype: str) -> str:
     """What a drafter computes in beside a target of this dtype: on a CPU float32 is the faster
     one, whatever the target's own (3 to 10 % of a bfloat16 round)."""
-    return "float32" if device.backend() == "cpu" else dtype
+    return "float32" if backend() == "cpu" else dtype
 
 
 def _by_lookup(error: SpecError) -> str:
@@ -513,7 +525,7 @@ def drafter_bits(options: LoadOptions) -> Bits | None:
     """To how many bits the drafter's matrices are quantised here; None: not at all."""
     if options.drafter_bits != "auto":
         return options.drafter_bits
-    return None if device.backend() == "cpu" else DRAFTER_BITS_ON_GPU
+    return None if backend() == "cpu" else DRAFTER_BITS_ON_GPU
 
 
 def _config(folder: Path) -> dict[str, Any]:

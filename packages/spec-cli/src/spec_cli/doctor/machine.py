@@ -83,12 +83,12 @@ def _device() -> str:
     """For instance "CUDA (NVIDIA H200)"."""
     import mlx.core as mx
 
-    from spec_server import device
+    from spec_core.device import backend
 
     name = mx.device_info().get("device_name", "unknown device")
-    if device.backend() == "cpu":
+    if backend() == "cpu":
         return f"the CPU ({name}, {os.cpu_count()} cores)"
-    shown = "Metal" if device.backend() == "metal" else "CUDA"
+    shown = "Metal" if backend() == "metal" else "CUDA"
     return f"{shown} ({name})"
 
 
