@@ -152,9 +152,9 @@ class Engine:
             drafter: a local folder or a hub id; None: the one that is known for this target.
             mode: what drafts. "auto" takes the drafter that was given or is known, and lookup
                 where there is none or it does not fit, which `facts.labels.fallbacks` then says.
-            max_draft: cap on guesses a round; None: the drafter's whole block; "auto": the
-                length with the most tokens a second, from round times that are measured once on
-                this device (a few seconds) and from live acceptance.
+            max_draft: cap on guesses a round, 0 being plain decoding; None: the drafter's whole
+                block; "auto": the length with the most tokens a second, from round times that are
+                measured once on this device (a few seconds) and from live acceptance.
             lookup_drafts: let a hit of the lookup replace the drafter's guesses.
             confidence_threshold: cut a draft before the first guess below it, in (0, 1].
             dtype: of the target's weights and activations; None: see `loading.default_dtype`.
@@ -238,7 +238,7 @@ class Engine:
             sampling: greedy if None.
             max_tokens: the answer's budget; None: what the context has room for.
             stop: strings that end the answer right before them.
-            max_draft: cap on guesses a round for this request.
+            max_draft: cap on guesses a round for this request; 0: plain decoding.
             grammar: what the answer must be (`JsonAnswer`, `CallsAnswer`); it is compiled before
                 the request is queued.
             cache_salt: a tenant's secret; prefixes are shared between equal salts only.
@@ -416,7 +416,7 @@ def _open(options: CacheOptions, room: float | None) -> PrefixCache:
         ram = _CACHE_RAM if room is None else max(1, min(int(room) // 8, _MOST_CACHE_RAM))
     elif room is not None and ram >= room:
         raise InvalidValueError(
-            "prefix cache's ram_bytes",
+            "ram_bytes",
             ram,
             f"less than the {room / 2**20:.0f} MiB that the memory limit leaves for requests",
         )
@@ -440,6 +440,5 @@ def _too_large(memory: MemoryBudget, prompt_tokens: int) -> MemoryLimitError:
     need, have = memory.need(1, prompt_tokens + 1) / 2**20, (memory.room or 0.0) / 2**20
     return MemoryLimitError(
         f"a prompt of {prompt_tokens} tokens needs about {need:.0f} MiB, but the memory limit "
-        f"leaves {have:.0f} MiB for requests; shorten it, or raise the limit (memory_bytes, "
-        "--memory-limit)"
+        f"leaves {have:.0f} MiB for requests; shorten it, or raise that limit"
     )

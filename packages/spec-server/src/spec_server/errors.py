@@ -28,7 +28,7 @@ class EngineBusyError(EngineError):
     def __init__(self, running: int, waiting: int) -> None:
         super().__init__(
             f"{running} requests are running and {waiting} are waiting, as many as this engine "
-            "takes; try again in a moment, or raise max_queue"
+            "takes; try again in a moment"
         )
         self.running = running
         self.waiting = waiting

@@ -213,10 +213,13 @@ def _sampling(engine: Engine, body: AnswerRequest, logprobs: int | None) -> Samp
 
 def _choices(settings: ServerSettings, asks: Sequence[Ask], n: int | None) -> list[Ask]:
     """Every prompt `n` times; seeds differ, so that seeded choices do."""
-    times = n or 1
-    if len(asks) * times > settings.max_choices:
-        name, value = ("n", n) if len(asks) == 1 else ("prompt", f"{len(asks)} prompts, n {times}")
-        raise bad_field(name, value, f"at most {settings.max_choices} answers in all")
+    times, most = 1 if n is None else n, settings.max_choices
+    if not 1 <= times <= most:
+        raise bad_field("n", n, f"a whole number, at least 1 and at most {most}")
+    if len(asks) * times > most:
+        raise bad_field(
+            "prompt", f"{len(asks)} prompts, n {times}", f"at most {most} answers in all"
+        )
     return [_seeded(ask, choice) for ask in asks for choice in range(times)]
 
 

@@ -139,7 +139,7 @@ class AnswerRequest(Body):
         Field(max_length=16),
         BeforeValidator(_stops),
     ] = None
-    n: Annotated[int | None, Field(ge=1, le=128)] = None
+    n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_draft: Annotated[int | None, Field(ge=0)] = None

@@ -230,7 +230,9 @@ class Tokeniser:
 
     def _encode(self, text: str, special: bool) -> tuple[int, ...]:
         with self._lock:
-            return tuple(self._wrapper.encode(text, add_special_tokens=special))
+            # Not verbose: how long a prompt may be is the engine's to say.
+            ids = self._wrapper.encode(text, add_special_tokens=special, verbose=False)
+            return tuple(ids)
 
 
 def _bytes_of_characters() -> dict[str, int]:
