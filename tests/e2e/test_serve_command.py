@@ -84,17 +84,47 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, mentions: str) -> None
 @pytest.mark.parametrize(
     ("arguments", "mentions"),
     [
-        (["--max-batch", "0"], "max_batch"),
+        (["--max-batch", "0"], "--max-batch is 0;"),
         (["--memory-limit", "lots"], "lots"),
-        (["--cors-origin", "example.org"], "cors_origin"),
-        (["--port", "99999"], "port"),
+        (["--memory-limit", "0"], "--memory-limit is 0;"),
+        (["--max-body", "0"], "--max-body is 0;"),
+        (["--max-tokens", "0"], "--max-tokens is 0;"),
+        (["--cors-origin", "example.org"], "--cors-origin is 'example.org';"),
+        (["--port", "99999"], "--port is 99999;"),
+        (["--confidence-threshold", "2"], "--confidence-threshold is 2.0;"),
+        (["--prefix-cache-dir", "x", "--no-prefix-cache"], "--prefix-cache-dir needs a cache"),
     ],
 )
 def test_wrong_options_are_named(arguments: list[str], mentions: str) -> None:
-    ended = run(*arguments)
-    assert ended.returncode == 2
-    assert mentions in ended.stderr
-    assert "Traceback" not in ended.stderr
+    for shown in ([], ["--print-config"]):
+        ended = run(*arguments, *shown)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert mentions in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("max-batch", "0", "{} is 0; it must be at least 1"),
+        ("max-batch", '"x"', "{}: 'x' is not a valid integer"),
+        ("max-draft", '"few"', "{}: 'few' is neither a whole number"),
+        ("mode", '"turbo"', "{}: 'turbo' is not one of"),
+        ("prefix-cache-ram", '"1G"', "{} needs a cache; drop --no-prefix-cache"),
+    ],
+)
+def test_a_wrong_value_is_sought_where_it_was_written(
+    tmp_path: Path, name: str, value: str, sentence: str
+) -> None:
+    file, variable = tmp_path / "spec.toml", f"SPEC_{name.upper().replace('-', '_')}"
+    file.write_text(f"{name} = {value}\n")
+    more = ["--no-prefix-cache"] if "needs a cache" in sentence else []
+    from_file = run("--config", str(file), *more)
+    from_variable = run(*more, environment={variable: value.strip('"')})
+    for ended, place in ((from_file, f"{name} in {file}"), (from_variable, variable)):
+        assert ended.returncode == 2
+        assert sentence.format(place) in ended.stderr
+        assert f"--{name}" not in ended.stderr
 
 
 def test_an_option_without_effect_is_refused() -> None:

@@ -112,6 +112,15 @@ WRONG = (
 )
 
 
+@pytest.mark.parametrize(("option", "value"), [("--stop", ""), ("--logit-bias", "99999=1")])
+def test_what_only_an_answer_shows_to_be_wrong_is_named_by_its_option(
+    spec: Spec, option: str, value: str
+) -> None:
+    chat = spec("chat", option, value, stdin=lines(FIRST))
+    assert chat.code == 1
+    assert f"spec: {option} is " in chat.err
+
+
 def test_settings_have_the_rules_of_the_options(spec: Spec) -> None:
     chat = spec("chat", stdin=lines(*(f"/set {name} {value}" for name, value in WRONG), "/set"))
     assert chat.code == 1
@@ -119,8 +128,10 @@ def test_settings_have_the_rules_of_the_options(spec: Spec) -> None:
     for (name, value), sentence in zip(WRONG, refused, strict=True):
         option = spec("generate", f"--{name}", value, FIRST)
         assert option.code == 2
-        assert sentence.removeprefix("spec: ").rpartition(": ")[2] in option.err
-        assert f"{name.replace('-', '_')} = {value}" not in kept
+        setting = name.replace("-", "_")
+        rule = sentence.removeprefix("spec: ").rpartition(": ")[2].removeprefix(setting)
+        assert rule in option.err
+        assert f"{setting} = {value}" not in kept
 
 
 def test_thinking_can_be_switched(spec: Spec, engine: Engine) -> None:

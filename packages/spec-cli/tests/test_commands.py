@@ -32,6 +32,12 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert "Usage: spec" in ran.stdout
 
 
+def test_whatever_loads_a_model_can_say_what_it_logs() -> None:
+    for name, command in main.cli.commands.items():
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert "--log-level" in options or "--cpu-blas" not in options, name
+
+
 def test_the_default_draft_length_is_the_engines_own() -> None:
     from spec_server.loading import DEFAULT_MAX_DRAFT
 

@@ -36,7 +36,7 @@ def load_options(options: Mapping[str, Any]) -> LoadOptions:
     """What `load_engine` would load.
 
     Raises:
-        InvalidValueError: two options contradict each other.
+        InvalidValueError: an option is out of range, or two contradict each other.
     """
     from spec_server import LoadOptions
 
@@ -88,13 +88,15 @@ def refuse_idle_options(context: click.Context) -> None:
     """Refuse what would have no effect.
 
     Raises:
-        click.UsageError: a draft length was typed for a mode that drafts nothing, a drafter's
-            bits for one without a drafter, or a folder's size without a folder.
+        click.UsageError: a draft length or copies were typed for a mode that drafts nothing, a
+            drafter's bits for one without a drafter, or a folder's size without a folder.
     """
     options = context.params
     mode = options["mode"]
-    if mode == "baseline" and typed(context, "max_draft"):
-        raise click.UsageError("--max-draft has no place in --mode baseline, which drafts nothing")
+    copies = options["lookup_drafts"] and typed(context, "lookup_drafts")
+    for name, given in (("--max-draft", typed(context, "max_draft")), ("--lookup-drafts", copies)):
+        if mode == "baseline" and given:
+            raise click.UsageError(f"{name} has no place in --mode baseline, which drafts nothing")
     quantised = options["drafter_bits"] in BITS.choices and typed(context, "drafter_bits")
     if mode in ("baseline", "lookup") and quantised:
         raise click.UsageError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -49,12 +50,22 @@ class _Commands(click.Group):
     def list_commands(self, context: click.Context) -> list[str]:
         return list(self.commands)
 
-    def invoke(self, context: click.Context) -> Any:
-        try:
-            return super().invoke(context)
-        except BrokenPipeError:
-            _write_nowhere()
-            context.exit(NO_READER)
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        with _reader_may_leave():  # --version and --help are answered here
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _reader_may_leave():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        _write_nowhere()
+        raise click.exceptions.Exit(NO_READER) from error
 
 
 def _write_nowhere() -> None:

@@ -29,15 +29,15 @@ DEFAULT_MAX_DRAFT = "full"
 """As `spec_server.loading.DEFAULT_MAX_DRAFT`, which is too heavy to import for a help text."""
 
 MAX_DRAFT_HELP = (
-    "Guesses a round at most; full (or 0) is the drafter's whole block; auto takes the length "
-    "with the most tokens a second, from round times that are measured once on this device, and "
-    "decodes plainly where that is faster."
+    "Guesses a round at most: 0 decodes plainly, full is the drafter's whole block; auto takes the "
+    "length with the most tokens a second, from round times that are measured once on this device, "
+    "and decodes plainly where that is faster."
 )
 
 
 def draft_length(context: click.Context, parameter: click.Parameter, value: str | int) -> MaxDraft:
-    """A cap on guesses a round: a number (a configuration file has it as one), None for `full`
-    (or 0), the whole block, or "auto"."""
+    """A cap on guesses a round: a number (a configuration file has it as one; 0 is plain
+    decoding), None for `full`, the whole block, or "auto"."""
     text = str(value).strip()
     if text == "auto":
         return "auto"
@@ -45,7 +45,7 @@ def draft_length(context: click.Context, parameter: click.Parameter, value: str 
         return None
     if not text.isdecimal():
         raise click.BadParameter(f"{text!r} is neither a whole number nor 'full' nor 'auto'")
-    return int(text) or None
+    return int(text)
 
 
 def draft_lengths(

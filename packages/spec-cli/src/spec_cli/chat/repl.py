@@ -13,6 +13,7 @@ from spec_cli.chat.live import LiveLine, Pace, figures, terminal_has_rows
 from spec_cli.chat.reader import Reader
 from spec_cli.chat.settings import Settings
 from spec_cli.options import utf8
+from spec_cli.places import users_words
 from spec_cli.screen import Output, Screen, show
 from spec_core.errors import SpecError
 
@@ -83,7 +84,10 @@ class Chat:
     def _answer(self) -> Completion:
         screen, pace = Screen(self.output), Pace(self.engine)
         shown = terminal_has_rows() and not self.output.quiet
-        answer = self.engine.stream(self.conversation.messages(), **self.settings.answer_options())
+        with users_words(click.get_current_context()):
+            answer = self.engine.stream(
+                self.conversation.messages(), **self.settings.answer_options()
+            )
         with LiveLine(lambda: str(pace), shown=shown) as line, answer:
 
             def watch(chunk: Chunk) -> None:

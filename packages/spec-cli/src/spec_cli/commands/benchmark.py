@@ -20,10 +20,12 @@ from spec_cli.options import (
     draft_lengths,
     json_option,
     loading_options,
+    log_level_option,
     model_option,
     names_of,
     whole_numbers,
 )
+from spec_cli.places import Command
 from spec_cli.sizes import counted
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ def _picture(context: click.Context, parameter: click.Parameter, value: Path | N
     return value
 
 
-@click.command()
+@click.command(cls=Command)
 @model_option
 @click.option(
     "--drafter",
@@ -133,6 +135,7 @@ def _picture(context: click.Context, parameter: click.Parameter, value: Path | N
 )
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print a page in Markdown.")
 @json_option
+@log_level_option("warning")
 @click.pass_context
 def benchmark(context: click.Context, /, **options: Any) -> None:
     """Measure speculation against plain decoding on this machine.

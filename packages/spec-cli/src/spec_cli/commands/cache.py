@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spec_cli.options import json_option
+from spec_cli.places import Command
 from spec_cli.sizes import counted, in_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def cache() -> None:
     """
 
 
-@cache.command()
+@cache.command(cls=Command)
 @folder_argument
 @json_option
 def ls(folder: Path, as_json: bool) -> None:
@@ -49,7 +50,7 @@ def ls(folder: Path, as_json: bool) -> None:
         click.echo(_line(one))
 
 
-@cache.command()
+@cache.command(cls=Command)
 @folder_argument
 @json_option
 def stats(folder: Path, as_json: bool) -> None:
@@ -73,7 +74,7 @@ def stats(folder: Path, as_json: bool) -> None:
     )
 
 
-@cache.command()
+@cache.command(cls=Command)
 @folder_argument
 @click.option(
     "--namespace", metavar="ID", help="Only this one: the beginning of its id as `ls` shows it."

@@ -18,13 +18,14 @@ from spec_cli.options import (
     model_option,
     sampling_options,
 )
+from spec_cli.places import Command
 from spec_cli.screen import Output
 
 if TYPE_CHECKING:
     from spec_server import Engine
 
 
-@click.command()
+@click.command(cls=Command)
 @model_option
 @drafting_options
 @loading_options

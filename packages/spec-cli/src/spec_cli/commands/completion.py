@@ -5,11 +5,13 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from spec_cli.places import Command
+
 _VARIABLE = "_SPEC_COMPLETE"
 """click's own: set by the script when the shell asks."""
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:

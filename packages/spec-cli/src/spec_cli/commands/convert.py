@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spec_cli import bundled
-from spec_cli.options import DTYPES, cpu_blas_option, json_option
+from spec_cli.options import DTYPES, cpu_blas_option, json_option, log_level_option
+from spec_cli.places import Command
 
 if TYPE_CHECKING:
     from spec_drafters.convert import Converted
@@ -38,7 +39,7 @@ class Trial:
     dtype: str | None
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("source")
 @click.argument("dest", type=click.Path(path_type=Path))
 @click.option(
@@ -84,6 +85,7 @@ class Trial:
 @click.option("--dtype", type=click.Choice(DTYPES), help="With --probe: cast the target.")
 @cpu_blas_option
 @json_option
+@log_level_option("warning")
 def convert(
     source: str,
     dest: Path,
@@ -97,6 +99,7 @@ def convert(
     dtype: str | None,
     cpu_blas: str,
     as_json: bool,
+    log_level: str,
 ) -> None:
     """Write the drafter SOURCE into the new folder DEST.
 

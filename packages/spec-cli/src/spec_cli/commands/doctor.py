@@ -14,16 +14,20 @@ from spec_cli.options import (
     drafting_options,
     json_option,
     loading_options,
+    log_level_option,
 )
+from spec_cli.places import Command
 
 if TYPE_CHECKING:
     from spec_cli.doctor.finding import Finding
 
 _MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("PROBLEM", "red")}
 _INDENT = 9
+_WITHOUT_MODEL = ("cpu_blas", "config", "as_json", "log_level")
+"""Options that matter where no model is named."""
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--model",
     metavar="FOLDER|ID",
@@ -44,6 +48,7 @@ _INDENT = 9
     help="TOML file of `spec serve` to look at, too.",
 )
 @json_option
+@log_level_option("warning")
 @click.pass_context
 def doctor(context: click.Context, /, **options: Any) -> None:
     """Look for what is wrong, and say what to do about it.
@@ -76,7 +81,7 @@ def _refuse_without_model(context: click.Context) -> None:
         return
     for name in context.params:
         typed = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if typed and name not in ("cpu_blas", "config", "as_json"):
+        if typed and name not in _WITHOUT_MODEL:
             raise click.UsageError(f"--{name.replace('_', '-')} needs --model")
 
 

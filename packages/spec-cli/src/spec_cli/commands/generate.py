@@ -25,13 +25,14 @@ from spec_cli.options import (
     sampling_options,
     utf8,
 )
+from spec_cli.places import Command
 from spec_cli.screen import Output, Screen, show
 
 if TYPE_CHECKING:
     from spec_server import Completion, Engine
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("prompt", required=False)
 @prompt_file_option
 @model_option

@@ -12,6 +12,7 @@ import click
 
 from spec_cli import bundled
 from spec_cli.options import json_option
+from spec_cli.places import Command
 from spec_cli.sizes import in_bytes
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Machine:
         return [one for repo, one in self.cached.items() if repo not in known]
 
 
-@click.command()
+@click.command(cls=Command)
 @json_option
 def models(as_json: bool) -> None:
     """List known pairs, and what is downloaded.

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import click
 
 from spec_cli.options import json_option
+from spec_cli.places import Command
 from spec_cli.sizes import in_bytes
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -27,7 +28,7 @@ def _url(context: click.Context, parameter: click.Parameter, value: str) -> str:
     return value
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--url",
     metavar="URL",

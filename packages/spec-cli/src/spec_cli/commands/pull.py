@@ -14,6 +14,7 @@ import click
 
 from spec_cli import bundled
 from spec_cli.options import json_option, log_level_option, yes_option
+from spec_cli.places import Command
 from spec_cli.sizes import counted, in_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Pulled:
     folder: Path
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("name")
 @click.option(
     "--drafter/--no-drafter",

@@ -13,13 +13,14 @@ import click
 
 from spec_cli import bundled
 from spec_cli.options import json_option, yes_option
+from spec_cli.places import Command
 from spec_cli.sizes import in_bytes
 
 if TYPE_CHECKING:
     from spec_cli.hub import Cached
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @yes_option("Do not ask.")
 @json_option

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spec_cli.config_file import config_option, printed, with_environment
-from spec_cli.loading import load_engine, refuse_idle_options
+from spec_cli.loading import load_engine, load_options, refuse_idle_options
 from spec_cli.options import (
     apply,
     cache_options,
@@ -21,6 +21,7 @@ from spec_cli.options import (
     model_option,
     size,
 )
+from spec_cli.places import Command, place
 
 if TYPE_CHECKING:
     from spec_server import CacheOptions, Engine, Limits
@@ -165,7 +166,7 @@ http_options = apply(
 )
 
 
-@click.command()
+@click.command(cls=Command)
 @model_option
 @drafting_options
 @loading_options
@@ -180,9 +181,6 @@ def serve(context: click.Context, /, **options: Any) -> None:
     Options come from the command line, then from environment variables (SPEC_MAX_BATCH for
     --max-batch; several values are separated by spaces), then from --config.
     """
-    if options["print_config"]:
-        click.echo(printed(context, _SECRET, _PRIVATE))
-        return
     refuse_idle_options(context)
     from spec_server.http.serve import Listen
     from spec_server.http.serve import serve as run
@@ -194,7 +192,11 @@ def serve(context: click.Context, /, **options: Any) -> None:
         header_seconds=options["header_seconds"],
         grace_seconds=options["grace_seconds"],
     )
-    settings, limits, cache = _settings(options), _limits(options), _cache(options)
+    settings, limits, cache = _settings(options), _limits(options), _cache(context)
+    load_options(options)  # refused before the server listens
+    if options["print_config"]:
+        click.echo(printed(context, _SECRET, _PRIVATE))
+        return
     _announce(options, settings)
     ready = partial(_ready, page=settings.page)
     run(lambda: _engine(options, limits, cache), settings, listen, ready=ready)
@@ -235,12 +237,14 @@ def _limits(options: dict[str, Any]) -> Limits:
     )
 
 
-def _cache(options: dict[str, Any]) -> CacheOptions | None:
-    if not options["no_prefix_cache"]:
-        return kept_prefixes(options)
-    for name in ("ram", "dir"):
-        if options[f"prefix_cache_{name}"] is not None:
-            raise click.UsageError(f"--prefix-cache-{name} needs a cache; drop --no-prefix-cache")
+def _cache(context: click.Context) -> CacheOptions | None:
+    if not context.params["no_prefix_cache"]:
+        return kept_prefixes(context.params)
+    options = {str(option.name): option for option in context.command.params}
+    for name in ("prefix_cache_ram", "prefix_cache_dir"):
+        if context.params[name] is not None:
+            given, against = place(context, options[name]), options["no_prefix_cache"]
+            raise click.UsageError(f"{given} needs a cache; drop {place(context, against)}")
     return None
 
 
