@@ -23,7 +23,7 @@ _FADING = 0.99
 """The same after a round that did not reach the slot."""
 _GUESS_TRIALS = 3.0
 """How many trials the first guess weighs in the shared experience..."""
-_SHARED_TRIALS = 20.0
+_SHARED_TRIALS = 10
 """...and this in a row's own."""
 _FIRST_GUESS = 0.7
 """Acceptance of a slot that nobody has tried yet."""
@@ -144,6 +144,7 @@ class AdaptiveLength:
         self._length = self._opening()
         self._since_change = self._rounds = 0
         self._probes = Probes()
+        self._skipping = self._skipped = 0
         self._cut: dict[int, tuple[Sequence[float], int]] = {}
 
     @property
@@ -215,7 +216,8 @@ class AdaptiveLength:
     def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
         if not outcomes:
             return
-        drafted = max(outcome.drafted for outcome in outcomes)
+        rows, drafted = self._statuses, max(outcome.drafted for outcome in outcomes)
+        self._meet(rows, bool(drafted))
         for outcome in outcomes:
             if outcome.drafted:
                 rate = self._learn_scores(outcome)
@@ -224,7 +226,6 @@ class AdaptiveLength:
                 self._shared.observe(outcome.drafted, outcome.accepted, rate)
         self._since_change += 1
         self._rounds += 1
-        rows = self._statuses
         self._forget_absent(rows)
         if self.parked:
             emitted = sum(outcome.accepted + 1 for outcome in outcomes) / len(outcomes)
@@ -236,6 +237,21 @@ class AdaptiveLength:
                 self._rows.pop(outcome.key, None)
         if drafted and (not self.parked or self._probes.convincing):
             self._reconsider(rows)
+
+    def _meet(self, rows: Sequence[RowStatus], drafted: bool) -> None:
+        """Rows are met once: by the try that their first round is, or by passing it over. The more
+        of them were tried in vain, the more are passed over."""
+        new = [row for row in rows if self._unknown(row)]
+        if not self.parked:
+            self._skipping = self._skipped = 0
+        elif new and drafted:
+            self._skipping = self._skipped = min(2 * self._skipped + 1, _MOST_SKIPPED)
+        elif new:
+            self._skipping = max(0, self._skipping - len(new))
+        elif not self._skipping:
+            return
+        for row in new:
+            self._rows[row.key] = Acceptance()
 
     def _time_round(self, rows: Sequence[RowStatus], drafted: int, seconds: float) -> None:
         """Correct the curves; while drafting, now and then by plain rounds.
@@ -331,10 +347,18 @@ class AdaptiveLength:
     # ------------------------------------------------------------------ probing while parked
 
     def _probe_due(self, rows: Sequence[RowStatus]) -> bool:
-        if not self.parked or not rows or not self._probes.possible:
+        if not self.parked or not rows:
+            return False
+        if not self._skipping and any(self._unknown(row) for row in rows):
+            return True
+        if not self._probes.possible:
             return False
         extra = self._plain_rounds(rows, self._probe_length(rows)) - 1.0
         return self._probes.due(extra / self._probe_share)
+
+    def _unknown(self, row: RowStatus) -> bool:
+        """A row that could draft and was in no round that did."""
+        return row.key not in self._rows and row.remaining > 1 and row.max_draft != 0
 
     def _plain_rounds(self, rows: Sequence[RowStatus], length: int) -> float:
         """What a round costs, in plain rounds."""
@@ -406,14 +430,16 @@ _WORTH_PARKING = 1.08
 _FIRST_DWELL = 2
 """Rounds before the first change. Later ones wait half as long as the policy is old, up to the
 dwell time."""
-_PARKING_DWELL = 4
+_PARKING_DWELL = 3
 """The fewest rounds before parking."""
 _SURE, _CHECK_EVERY, _CHECK_ROUNDS = 2.0, 12, 2
 """Where drafting is not better than plain decoding by so many standard deviations of what is known
 of its time, plain rounds are looked at: after so many rounds of drafting, so many."""
 _MOST_ROWS = 256
 """Rows remembered, beyond those that are there."""
-_PROBE_EVERY, _PROBE_AT_LEAST = 16, 192
+_MOST_SKIPPED = 3
+"""New rows that are passed over after one whose first round drafted in vain."""
+_PROBE_EVERY, _PROBE_AT_LEAST = 16, 400
 """Plain rounds between two probes: after the first failure, and after many."""
 _CONVINCING = 2
 """Probes in a row that pay for themselves before drafting begins again."""

@@ -16,7 +16,7 @@ from spec_drafters.spec import LayerAttention
 
 Project = Callable[[Sequence[mx.array], Offset], Sequence[KeysValues]]
 
-_MOST_WAITING = 16
+_MOST_WAITING = 64
 
 
 class BlockState:
