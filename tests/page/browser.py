@@ -45,6 +45,29 @@ def chromium() -> str | None:
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
+LAID_OUT = """async (width) => {
+  const frame = () => new Promise(requestAnimationFrame);
+  while (innerWidth !== width) await frame();
+  await frame();
+}"""
+"""Waits until the page has this width and has been told so: media queries report their changes
+before a frame's callbacks run."""
+
+AT_REST = """async (selector) => {
+  const element = document.querySelector(selector);
+  element.scrollIntoView({ block: "nearest" });
+  for (let before = null; ; ) {
+    await new Promise(requestAnimationFrame);
+    const { x, y, width, height } = element.getBoundingClientRect();
+    const middle = [x + width / 2, y + height / 2];
+    const still = String(middle) === String(before);
+    if (still && element.contains(document.elementFromPoint(...middle))) return middle;
+    before = middle;
+  }
+}"""
+"""Waits until an element is in the same place in two frames, and on top there."""
+
+
 @dataclass(slots=True)
 class Tab:
     """One page of the browser.
@@ -130,12 +153,9 @@ class Tab:
         raise AssertionError(f"it did not come about: {condition}\n{self.console}")
 
     def click(self, selector: str) -> None:
-        """Click the middle of an element, as a mouse does."""
-        place = self.evaluate(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
-            " e.scrollIntoView({block: 'nearest'}); const r = e.getBoundingClientRect();"
-            " return [r.x + r.width / 2, r.y + r.height / 2]; })()"
-        )
+        """Click the middle of an element, as a mouse does, once it is at rest and nothing covers
+        it."""
+        place = self.evaluate(f"({AT_REST})({json.dumps(selector)})")
         for kind in ("mousePressed", "mouseReleased"):
             self.call(
                 "Input.dispatchMouseEvent",
@@ -165,6 +185,7 @@ class Tab:
             deviceScaleFactor=1,
             mobile=phone,
         )
+        self.evaluate(f"({LAID_OUT})({width})")
 
     def scheme(self, name: str) -> None:
         """Prefer light or dark."""

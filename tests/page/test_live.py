@@ -151,6 +151,8 @@ OVERFLOW = """[...document.querySelectorAll("body *")].filter((e) => e.checkVisi
   && (e.getBoundingClientRect().right > innerWidth + 1 || e.getBoundingClientRect().left < -1)
 ).map((e) => e.tagName + "#" + e.id + "." + e.className)"""
 
+PANEL_SHOWS = "document.getElementById('panel').checkVisibility()"
+
 
 @pytest.mark.parametrize("width", [1280, 960, 390, 320])
 def test_nothing_sticks_out(opened: Any, width: int) -> None:
@@ -159,12 +161,12 @@ def test_nothing_sticks_out(opened: Any, width: int) -> None:
     assert opened.evaluate(OVERFLOW) == []
     if width > 960:
         return
-    assert not opened.evaluate("document.getElementById('panel').checkVisibility()")
+    opened.until(f"!{PANEL_SHOWS}")
     opened.click("#panel-switch")
-    assert opened.evaluate("document.getElementById('panel').checkVisibility()")
+    opened.until(PANEL_SHOWS)
     assert opened.evaluate(OVERFLOW) == []
     opened.press("Escape")
-    assert not opened.evaluate("document.getElementById('panel').checkVisibility()")
+    opened.until(f"!{PANEL_SHOWS}")
 
 
 def test_pictures(opened: Any, tmp_path: Path) -> None:
