@@ -134,7 +134,7 @@ def test_the_queue_is_bounded_and_a_group_is_taken_whole_or_not_at_all() -> None
             engine.submit_all([(ask, ends.put)] * 4)
         engine.submit_all([(ask, ends.put)] * 2)
         engine.submit(ask, ends.put)
-        with pytest.raises(EngineBusyError, match="max_queue"):
+        with pytest.raises(EngineBusyError, match="as many as this engine takes"):
             engine.submit(ask, ends.put)
         gate.open()
         assert all(isinstance(ends.get(timeout=60), Chunk) for _ in range(3))
@@ -231,7 +231,7 @@ def limited(room: float, **limits: int) -> Engine:
 
 def test_a_prompt_that_can_never_fit_is_refused_before_any_work() -> None:
     with limited(800.0) as engine:
-        with pytest.raises(MemoryLimitError, match=r"300 tokens needs about .* MiB.*memory-limit"):
+        with pytest.raises(MemoryLimitError, match=r"300 tokens needs about .* MiB.*raise that limit"):
             engine.generate(prompt(1, 300), max_tokens=2)
         assert engine.generate(prompt(1, 250), sampling=ENDLESS).completion_tokens == 256 - 250
 
