@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +26,8 @@ from harness import SHAPES, Oracle, chain_target, write
 from spec_core import Batch, Drafter, FixedLength, Request, RowOutcome, RowStatus
 from spec_core.chooser import Sampler
 from spec_targets import ModelTarget
+
+_TURNS = 3
 
 
 class Meter(FixedLength):
@@ -174,27 +176,35 @@ def dspark_folder(shape: str) -> str:
 def of_lengths(
     target: ModelTarget, arguments: argparse.Namespace, inner: Drafter | None
 ) -> list[dict[str, Any]]:
-    plain, _ = rounds(target, None, 0, 64, arguments.rounds)
+    """Parts and rounds of each length, taking turns."""
+    plain = median(rounds(target, None, 0, 64, arguments.rounds)[0] for _ in range(_TURNS))
     results: list[dict[str, Any]] = [{"length": 0, "round_ms": round(1e3 * plain, 3)}]
+    some = max(4, arguments.rounds // _TURNS)
     for length in arguments.lengths:
-        verify = verify_alone(target, length + 1, 64, arguments.rounds // 2)
-        draft = 0.0
-        if inner is not None:
-            draft = draft_alone(inner, target, length, arguments.rounds // 2)
-        for acceptance in arguments.acceptance:
-            oracle = Oracle(target.info.vocab_size, acceptance, inner=inner)
-            taken, tokens = rounds(target, oracle, length, 64, arguments.rounds)
+        verifies, drafts = [], []
+        taken: dict[float, list[tuple[float, float]]] = {a: [] for a in arguments.acceptance}
+        for _ in range(_TURNS):
+            verifies.append(verify_alone(target, length + 1, 64, some))
+            if inner is not None:
+                drafts.append(draft_alone(inner, target, length, some))
+            for acceptance, found in taken.items():
+                oracle = Oracle(target.info.vocab_size, acceptance, inner=inner)
+                found.append(rounds(target, oracle, length, 64, some))
+        draft, verify = median(drafts or [0.0]), median(verifies)
+        for acceptance, found in taken.items():
+            seconds = median(each for each, _ in found)
+            tokens = mean(each for _, each in found)
             results.append(
                 {
                     "length": length,
                     "acceptance": acceptance,
-                    "round_ms": round(1e3 * taken, 3),
+                    "round_ms": round(1e3 * seconds, 3),
                     "draft_ms": round(1e3 * draft, 3),
                     "verify_ms": round(1e3 * verify, 3),
-                    "overhead_share": round(1 - (draft + verify) / taken, 4),
+                    "overhead_share": round(1 - (draft + verify) / seconds, 4),
                     "tokens_per_round": round(tokens, 3),
-                    "speedup": round(tokens * plain / taken, 3),
-                    "of_model": round((draft + verify) / taken, 4),
+                    "speedup": round(tokens * plain / seconds, 3),
+                    "of_model": round((draft + verify) / seconds, 4),
                 }
             )
             print(results[-1], flush=True)
@@ -221,13 +231,32 @@ def against_mlx_lm(target: ModelTarget, count: int) -> dict[str, float]:
     }
 
 
-def of_depths(target: ModelTarget, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    results = []
+def of_depths(
+    target: ModelTarget, arguments: argparse.Namespace, inner: Drafter | None
+) -> list[dict[str, Any]]:
+    """Rounds behind other texts; what a round brings against a plain one, and how much of that
+    is left in comparison with the first depth."""
+    results: list[dict[str, Any]] = []
+    first: dict[int, float] = {}
+    oracle = Oracle(target.info.vocab_size, 0.7, inner=inner)
     for depth in arguments.depths:
-        oracle = Oracle(target.info.vocab_size, 0.7)
-        for length in (0, 3, 7):
-            taken, _ = rounds(target, oracle, length, depth, arguments.rounds // 2)
-            results.append({"depth": depth, "length": length, "round_ms": round(1e3 * taken, 3)})
+        taken: dict[int, list[float]] = {length: [] for length in (0, 3, 7)}
+        for _ in range(_TURNS):
+            for length, found in taken.items():
+                drafter = oracle if length else None
+                found.append(rounds(target, drafter, length, depth, arguments.rounds // 2)[0])
+        plain = median(taken[0])
+        for length, found in taken.items():
+            share = plain / median(found)
+            results.append(
+                {
+                    "depth": depth,
+                    "length": length,
+                    "round_ms": round(1e3 * median(found), 3),
+                    "plain_rounds": round(1.0 / share, 3),
+                    "of_first_depth": round(share / first.setdefault(length, share), 3),
+                }
+            )
             print(results[-1], flush=True)
     return results
 
@@ -260,7 +289,7 @@ def main() -> None:
             "drafter": arguments.drafter and {"bits": arguments.drafter_bits},
             "plain": against_mlx_lm(target, arguments.rounds),
             "runs": of_lengths(target, arguments, inner),
-            "depths": of_depths(target, arguments),
+            "depths": of_depths(target, arguments, inner),
         },
     )
 

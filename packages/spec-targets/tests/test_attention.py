@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec_core import flash_decode
 from spec_core.conformance import check_target
+from spec_targets import layers
 from spec_targets.attention import RowByRow
 from spec_targets.target import ModelTarget, Runner
 
@@ -71,3 +73,50 @@ def test_a_model_that_attends_otherwise_keeps_its_rectangle(tiny_target: Any) ->
     for layer in model.model.layers:
         layer.self_attn.__class__ = hidden
     assert RowByRow(model).swaps() == []
+
+
+def _plainly(
+    queries: mx.array, keys: mx.array, values: mx.array, ends: mx.array, scale: float
+) -> mx.array:
+    """What spec_core.flash_decode.attend promises, by MLX's attention and a mask."""
+    seen = ends[:, None] - mx.arange(queries.shape[2])[::-1]
+    mask = (mx.arange(keys.shape[2]) < seen[..., None])[:, None]
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_on_cuda_few_columns_are_told_where_their_rows_end(
+    tiny_target: Any, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """With the kernel's contract in its place, a batch gives what it gives without."""
+    target, _ = tiny_target(family)
+    vocab, lengths = target.info.vocab_size, [3, 40, 17]
+    prompts = mx.random.randint(0, vocab, (3, 40), key=mx.random.key(0))
+    block = mx.random.randint(0, vocab, (3, 4), key=mx.random.key(1))
+    calls: list[list[int]] = []
+
+    def told(queries: Any, keys: Any, values: Any, ends: mx.array, scale: float) -> mx.array:
+        calls.append(ends.tolist())  # type: ignore[arg-type]
+        return _plainly(queries, keys, values, ends, scale)
+
+    def decoded() -> list[mx.array]:
+        state = target.new_state(3)
+        target.forward(prompts, state, logits="none", valid=lengths)
+        state.commit(lengths)
+        first = target.forward(block, state, valid=[4, 2, 4]).logits
+        state.commit([1, 2, 4])
+        second = target.forward(block[:, :1], state).logits
+        state.commit([1, 1, 1])
+        assert first is not None
+        assert second is not None
+        return [first, second]
+
+    want = decoded()
+    monkeypatch.setattr(layers, "on_cuda", lambda: True)
+    monkeypatch.setattr(flash_decode, "serves", lambda queries, keys: True)
+    monkeypatch.setattr(flash_decode, "attend", told)
+    got = decoded()
+    ends = [call for index, call in enumerate(calls) if not index or calls[index - 1] != call]
+    assert ends == [[7, 44, 21], [5, 43, 22]]
+    for ours, theirs in zip(got, want, strict=True):
+        assert mx.allclose(ours, theirs, atol=2e-5)

@@ -315,10 +315,10 @@ class AdaptiveLength:
 
     def _check(self, margin: float) -> None:
         """Ask for plain rounds where drafting is not clearly better; ever more rarely."""
-        if self._length and self._unchecked >= self._check_every:
-            if margin < _SURE * self._pace.doubt(self._length):
-                self._checks = _CHECK_ROUNDS
-                self._check_every *= 2
+        due = self._length > 0 and self._unchecked >= self._check_every
+        if due and margin < _SURE * self._pace.doubt(self._length):
+            self._checks = _CHECK_ROUNDS
+            self._check_every *= 2
 
     def _speeds(self, rows: Sequence[RowStatus]) -> list[float]:
         """Expected tokens a second of all rows together, for each length."""

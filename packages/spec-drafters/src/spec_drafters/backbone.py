@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from spec_core import flash_decode
 from spec_core.device import runs_beside_host
 from spec_core.kv import KVRows, RowClock
 from spec_drafters.linear import Weights
@@ -36,6 +37,7 @@ class Sight:
         self._end = clock.reads(slots)
         self._bare = self._end == clock.longest + slots
         self._stepped = clock.stepped
+        self._ends: mx.array | None = None
         self._masks: dict[tuple[LayerAttention, int, int], mx.array | None] = {}
 
     def first(self, attention: LayerAttention) -> int:
@@ -43,6 +45,14 @@ class Sight:
         if attention.window is None or self._stepped:
             return 0
         return max(0, min(self._lengths) - attention.window + 1)
+
+    def ends(self, attention: LayerAttention) -> mx.array | None:
+        """[B] columns that every slot sees, on CUDA and where all see the same; None elsewhere."""
+        if not self._stepped or attention.causal or attention.window is not None:
+            return None
+        if self._ends is None:
+            self._ends = mx.array([n + self._slots for n in self._lengths], dtype=mx.int32)
+        return self._ends
 
     def mask(self, attention: LayerAttention, queries: slice) -> mx.array | None:
         """[B or 1, 1, queries or 1, columns from `first` on], or None: all see all. Made once."""
@@ -166,14 +176,21 @@ class Attention:
         query = self._queries(x[:, queries], run.offset + queries.start)
         keys, values = self._projector.block(self._layer, x, run.offset)
         keys, values = run.caches[self._layer].append(keys, values)
-        first = run.sight.first(self._kind)
+        out = self._attend(query, keys, values, run.sight, queries)
+        return self._output(out.swapaxes(1, 2).flatten(2))
+
+    def _attend(
+        self, query: mx.array, keys: mx.array, values: mx.array, sight: Sight, queries: slice
+    ) -> mx.array:
+        ends = sight.ends(self._kind)
+        if ends is not None and flash_decode.serves(query, keys):
+            return flash_decode.attend(query, keys, values, ends, self._scale, causal=False)
+        first = sight.first(self._kind)
         if first:
             keys, values = keys[:, :, first:], values[:, :, first:]
-        mask = run.sight.mask(self._kind, queries)
-        out = mx.fast.scaled_dot_product_attention(
-            query, keys, values, scale=self._scale, mask=mask
+        return mx.fast.scaled_dot_product_attention(
+            query, keys, values, scale=self._scale, mask=sight.mask(self._kind, queries)
         )
-        return self._output(out.swapaxes(1, 2).flatten(2))
 
 
 class Mlp:

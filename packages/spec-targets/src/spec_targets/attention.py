@@ -1,9 +1,10 @@
-"""Attention of rows that differ much in length, each over its own positions only.
+"""Attention of each row over its own positions only.
 
 Rows of a batch share one rectangle of keys, and mlx-lm's models attend to all of it in one call.
-Where most of the rectangle is padding (16,000 positions beside three rows of 500), that call is
-made once for each row instead. The models' code stays as it is: for the length of a forward an
-attention module's call runs with another function in place of mlx-lm's.
+On CUDA a few columns attend by spec_core.flash_decode instead; elsewhere, where most of the
+rectangle is padding (16,000 positions beside three rows of 500), the call is made once for each
+row. The models' code stays as it is: for the length of a forward an attention module's call runs
+with another function in place of mlx-lm's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from spec_core import flash_decode
 from spec_targets.layers import FullLayer
 from spec_targets.swap import Swap
 
@@ -57,8 +59,11 @@ def _row_by_row(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def attend(
         queries: mx.array, keys: Any, values: Any, cache: Any, mask: Any, **rest: Any
     ) -> mx.array:
-        ends = cache.row_ends(mask) if isinstance(cache, FullLayer) else None
-        if ends is None:
+        frame = cache.own_positions(mask) if isinstance(cache, FullLayer) else None
+        ends = None if frame is None or rest.get("sinks") is not None else frame.ends
+        if ends is not None and _is_served(queries, keys):
+            return flash_decode.attend(queries, keys, values, ends, rest["scale"])
+        if frame is None or frame.row_ends is None:
             return own(queries, keys, values, cache=cache, mask=mask, **rest)
         causal = None if queries.shape[2] == 1 else "causal"
         return mx.concatenate(
@@ -71,11 +76,16 @@ def _row_by_row(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
                     mask=causal,
                     **rest,
                 )
-                for row, end in enumerate(ends)
+                for row, end in enumerate(frame.row_ends)
             ]
         )
 
     return attend
+
+
+def _is_served(queries: mx.array, keys: Any) -> bool:
+    """Quantised keys are not."""
+    return isinstance(keys, mx.array) and flash_decode.serves(queries, keys)
 
 
 def _upto(stored: Any, row: int, end: int) -> Any:

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from spec_core.device import on_cuda, runs_beside_host
 from spec_core.errors import SeamError
+from spec_core.flash_decode import MOST_COLUMNS
 from spec_core.kv import KVRows, QuantizedKVRows, RowClock, boolean_mask, causal_mask
 from spec_core.ring import Ring
 from spec_core.seams import PerToken
@@ -85,21 +86,23 @@ class Frame:
         clock: the rows' lengths.
         offset: where the first column goes: an int if all rows agree, else [B].
         row_ends: where each row's keys end in a forward whose rows attend alone; None: together.
+        ends: the same on the device, [B], where few columns attend by spec_core.flash_decode.
     """
 
-    __slots__ = ("_masks", "_rings", "clock", "offset", "row_ends")
+    __slots__ = ("_masks", "_rings", "clock", "ends", "offset", "row_ends")
 
     def __init__(self, clock: RowClock) -> None:
         self.clock = clock
         self.offset: int | mx.array = 0
         self.row_ends: Sequence[int] | None = None
+        self.ends: mx.array | None = None
         self._masks: dict[tuple[int, bool, int | None], Mask] = {}
         self._rings: dict[tuple[int, int | None], Ring] = {}
 
     def open(self) -> None:
         """A forward begins."""
         self.offset = self.clock.offset()
-        self.row_ends = None
+        self.row_ends = self.ends = None
         self._masks = {}
 
     def mask(self, columns: int, as_array: bool, window: int | None) -> Mask:
@@ -112,12 +115,15 @@ class Frame:
         return self._masks[key]
 
     def part_rows(self, columns: int, waste: float | None) -> bool:
-        """Let the rows of this forward attend alone, if that is worth it; see LayerOptions."""
+        """Let the rows of this forward attend each over its own positions, if that is worth it;
+        see LayerOptions. Says whether it is."""
         ends = [length + columns for length in self.clock.lengths]
+        if on_cuda() and waste != math.inf and (columns > 1 or not self.clock.uniform):
+            self.ends = mx.array(ends, dtype=mx.int32) if columns <= MOST_COLUMNS else None
         wasted = max(ends) * len(ends) - sum(ends)
         allowed = _tolerable_waste(max(ends), columns) if waste is None else waste
         self.row_ends = ends if wasted > allowed else None
-        return self.row_ends is not None
+        return self.row_ends is not None or self.ends is not None
 
     def has_made(self, mask: Mask) -> bool:
         """Whether a mask is one of ours over all left-aligned rows, without a window."""
@@ -169,9 +175,9 @@ class FullLayer:
     ) -> Mask:
         return self._frame.mask(columns, return_array, window_size)
 
-    def row_ends(self, mask: Mask) -> Sequence[int] | None:
-        """Where each row's keys end, if rows attend alone under this mask."""
-        return self._frame.row_ends if self._frame.has_made(mask) else None
+    def own_positions(self, mask: Mask) -> Frame | None:
+        """The frame, if rows attend each over its own positions under this mask."""
+        return self._frame if self._frame.has_made(mask) else None
 
     # Towards the state.
 
