@@ -18,6 +18,7 @@ from spec_targets.attention import RowByRow
 from spec_targets.families import Family
 from spec_targets.layers import LayerOptions
 from spec_targets.quantised import quantisations
+from spec_targets.rope import SharedAngles
 from spec_targets.solo import SoloRows
 from spec_targets.state import LayeredState
 from spec_targets.swap import EarlyStarts, Recorder, Swap, Wrapping, swapped
@@ -65,6 +66,7 @@ class Runner:
         self._recorder = Recorder(bones.anatomy.layers)
         self._narrowing = Wrapping(self._narrow)
         self._row_by_row = RowByRow(self._model)
+        self._angles = SharedAngles(self._model)
         self._early = EarlyStarts(bones.anatomy.layers)
         self._columns_at_least = CHEAP_ROWS if on_cuda() and quantisations(self._model) else 1
         self._pick: Callable[[mx.array], mx.array] = _same
@@ -96,6 +98,7 @@ class Runner:
             raise
         finally:
             self._recorder.clear()
+            self._angles.clear()
             self._pick = _same
 
     def _padding(self, rows: int, columns: int) -> int:
@@ -105,7 +108,7 @@ class Runner:
     def _forward(
         self, tokens: mx.array, state: LayeredState, taps: Sequence[int], logits: LogitRows
     ) -> Forward:
-        swaps = [*self._bones.family.swaps(self._bones.anatomy, state.layers)]
+        swaps = [*self._bones.family.swaps(self._bones.anatomy, state.layers), *self._angles.swaps]
         if state.part_rows(tokens.shape[1], self._bones.options.waste):
             swaps += self._row_by_row.swaps()
         if tokens.shape[1] > 1 and runs_beside_host():
