@@ -42,6 +42,8 @@ class Verdict:
     @property
     def next_token(self) -> mx.array:
         """[B] the newest token of each row, the next anchor."""
+        if self.tokens.shape[1] == 1:
+            return self.tokens[:, 0]
         return mx.take_along_axis(self.tokens, self.accepted[:, None], axis=1)[:, 0]
 
     def arrays(self) -> list[mx.array]:
@@ -72,6 +74,10 @@ class Verdict:
 
 class Sampler:
     """The sampling state of B rows, over V tokens.
+
+    Attributes:
+        logprobs: how many alternatives to report at most; None: no row asks for log-probabilities.
+        none_accepted: [B] zeros.
 
     Raises:
         InvalidValueError: a request's logit_bias or prompt names a token id outside 0..V-1.
@@ -149,6 +155,8 @@ class Sampler:
         self._plain_greedy = not any(
             not p.greedy or p.counts_tokens or p.logit_bias for p in params
         ) and not any(r.constraint for r in self.requests)
+        self.logprobs = max((p.logprobs for p in params if p.logprobs is not None), default=None)
+        self.none_accepted = mx.zeros((self.rows,), dtype=mx.int32)
         self._columns: Columns | None = None
 
     def columns(self) -> Columns:
@@ -280,7 +288,7 @@ class RoundChooser:
             chosen = _argmax(
                 shaped + self._noise(Stream.TARGET, 0, columns, _ids(logits.shape[-1])), None
             )
-        accepted, tokens = mx.zeros((logits.shape[0],), dtype=mx.int32), chosen
+        accepted, tokens = self._sampler.none_accepted, chosen
         if proposal is not None and drafts is not None and columns > 1:
             lengths = mx.array(proposal.lengths, dtype=mx.int32)
             accepted = accept.match(drafts, lengths, chosen)
@@ -322,15 +330,14 @@ class RoundChooser:
 
     def _report(self, verdict: Verdict, logits: mx.array) -> Verdict:
         """Add log-probabilities of the raw logits where a row asked for them."""
-        asked = [r.sampling.logprobs for r in self._sampler.requests]
-        if all(n is None for n in asked):
+        top = self._sampler.logprobs
+        if top is None:
             return verdict
         values = _log_softmax(logits.astype(mx.float32))
         verdict = replace(
             verdict,
             logprobs=mx.take_along_axis(values, verdict.tokens[..., None], axis=-1)[..., 0],
         )
-        top = max(n or 0 for n in asked)
         if not top:
             return verdict
         ids = mx.argsort(-values, axis=-1)[..., :top]

@@ -94,6 +94,10 @@ class RowClock:
     def commit(self, keep: Sequence[int]) -> None:
         """Keep the first keep[b] provisional columns of row b. Raises SeamError if out of range."""
         self.check(keep)
+        self.advance(keep)
+
+    def advance(self, keep: Sequence[int]) -> None:
+        """`commit` of what `check` has accepted."""
         self.lengths = [n + k for n, k in zip(self.lengths, keep, strict=True)]
         self.provisional, self.valid = 0, [0] * self.rows
 

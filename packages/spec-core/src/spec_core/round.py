@@ -171,18 +171,17 @@ def wait(flight: Flight) -> None:
 def settle(lanes: Lanes, flight: Flight) -> list[RowOutcome]:
     """Wait for the verdict, cut, commit and observe. Rows that had finished before give nothing."""
     verdicts = flight.verdict.read()
-    outcomes = [
-        _outcome(row, index, flight, accepted, tokens)
-        for index, (row, (accepted, tokens)) in enumerate(zip(lanes.rows, verdicts, strict=True))
-        if row.finish is None
-    ]
-    emitted = {outcome.key: len(outcome.tokens) for outcome in outcomes}
+    emitted, outcomes = [0] * len(lanes.rows), []
+    for index, (row, (accepted, tokens)) in enumerate(zip(lanes.rows, verdicts, strict=True)):
+        if row.finish is None:
+            outcome = _outcome(row, index, flight, accepted, tokens)
+            outcomes.append(outcome)
+            emitted[index] = len(outcome.tokens)
+            if row.request.constraint is not None:
+                row.request.constraint.advance(outcome.tokens)
     if not flight.committed:
-        commit(lanes, flight, [emitted.get(row.key, 0) for row in lanes.rows])
+        commit(lanes, flight, emitted)
     lanes.newest = [tokens[-1] for _, tokens in verdicts]
-    for row, outcome in ((r, o) for r in lanes.rows for o in outcomes if r.key == o.key):
-        if row.request.constraint is not None:
-            row.request.constraint.advance(outcome.tokens)
     now = flight.ready or time.perf_counter()
     lanes.policy.observe(outcomes, now - max(flight.started, lanes.settled_at))
     lanes.settled_at = now

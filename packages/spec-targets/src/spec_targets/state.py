@@ -62,7 +62,7 @@ class LayeredState:
         self.check(keep)
         for layer in self.layers:
             layer.commit(keep)
-        self._clock.commit(keep)
+        self._clock.advance(keep)
 
     def select(self, rows: Sequence[int]) -> None:
         self._clock.check_rows(rows)

@@ -57,11 +57,16 @@ def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
     own = [(module, type(module)) for module, _ in swaps]
     try:
         for module, subclassing in swaps:
-            module.__class__ = subclassing.of(type(module))
+            _set_class(module, subclassing.of(type(module)))
         yield
     finally:
         for module, cls in own:
-            module.__class__ = cls
+            _set_class(module, cls)
+
+
+def _set_class(module: Module, cls: type) -> None:
+    # Without a detour over the module's parameters, which is most of the time a swap takes.
+    object.__setattr__(module, "__class__", cls)
 
 
 def hidden_of(output: Any) -> mx.array:
