@@ -118,11 +118,12 @@ class Frame:
         """Let the rows of this forward attend each over its own positions, if that is worth it;
         see LayerOptions. Says whether it is."""
         ends = [length + columns for length in self.clock.lengths]
-        if on_cuda() and waste != math.inf and (columns > 1 or not self.clock.uniform):
+        if waste != math.inf and (columns > 1 or not self.clock.uniform) and on_cuda():
             self.ends = mx.array(ends, dtype=mx.int32) if columns <= MOST_COLUMNS else None
         wasted = max(ends) * len(ends) - sum(ends)
-        allowed = _tolerable_waste(max(ends), columns) if waste is None else waste
-        self.row_ends = ends if wasted > allowed else None
+        if wasted:
+            allowed = _tolerable_waste(max(ends), columns) if waste is None else waste
+            self.row_ends = ends if wasted > allowed else None
         return self.row_ends is not None or self.ends is not None
 
     def has_made(self, mask: Mask) -> bool:
