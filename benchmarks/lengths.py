@@ -4,7 +4,8 @@
 
 Needs token ids only, no tokeniser: `--write-prompts` makes the file with one, from the prompt sets
 of `spec benchmark`. `auto` measures its curves first, as the engine does; its experience is new in
-every set. Speeds are of decoding, medians over trials; ratios are of times in the same trial.
+every set of every trial. Speeds are of decoding, medians over trials; ratios are of times in the
+same trial.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ SETS = ("chat", "code", "math", "copy", "bytes", "prose", "foreign")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids and how to sample what follows."""
+    """Token ids, how to sample what follows, and what ends it."""
 
     tokens: tuple[int, ...]
     sampling: SamplingParams
+    end_tokens: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,38 +69,44 @@ def write_prompts(model: str, count: int, path: Path) -> None:
                 {"tokens": list(ids), "temperature": temperature}
                 for ids in chosen.tokenised(engine.tokeniser)
             ]
-    path.write_text(json.dumps({"sets": sets}), encoding="utf-8")
+        ends = sorted(engine.tokeniser.end_tokens)
+    path.write_text(json.dumps({"end_tokens": ends, "sets": sets}), encoding="utf-8")
 
 
 def read_prompts(path: Path) -> dict[str, list[Prompt]]:
-    sets: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["sets"]
+    held: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return {
         name: [
             Prompt(
                 tuple(each["tokens"]),
                 SamplingParams(temperature=each["temperature"], seed=index),
+                frozenset(held["end_tokens"]),
             )
             for index, each in enumerate(prompts)
         ]
-        for name, prompts in sets.items()
+        for name, prompts in held["sets"].items()
     }
 
 
 def decode(
     target: Target, setting: Setting, policy: DraftPolicy, prompt: Prompt, tokens: int
 ) -> tuple[float, list[int]]:
-    """Seconds a token after the first, and the text."""
+    """Seconds of all tokens after the first, and the text."""
     batch = Batch(target, setting.drafter, policy)
-    prefill = batch.prefill(Request(prompt.tokens, prompt.sampling, max_tokens=tokens))
+    prefill = batch.prefill(
+        Request(prompt.tokens, prompt.sampling, max_tokens=tokens, end_tokens=prompt.end_tokens)
+    )
     outcome = None
     while outcome is None:
         outcome = prefill.step(512)
     text = list(outcome.tokens)
+    if outcome.finish is not None:
+        return 0.0, text
     batch.join(prefill)
     begun = time.perf_counter()
     while batch.busy:
         text += [token for each in batch.step() for token in each.tokens]
-    return (time.perf_counter() - begun) / (len(text) - 1), text
+    return time.perf_counter() - begun, text
 
 
 def measure(
@@ -108,18 +116,19 @@ def measure(
     tokens: int,
     trials: int,
 ) -> dict[str, Any]:
-    """One set: seconds a token of each setting, trial by trial; settings take turns by prompt."""
+    """One set: seconds of each setting, trial by trial; settings take turns by prompt."""
     taken: dict[str, list[float]] = {setting.name: [] for setting in settings}
-    identical, states = True, {}
+    identical, states, decoded = True, {}, 0
     for trial in range(trials + 1):
         policies = {setting.name: setting.policy() for setting in settings}
-        spent = dict.fromkeys(taken, 0.0)
+        spent, decoded = dict.fromkeys(taken, 0.0), 0
         for prompt in prompts:
             texts = []
             for setting in settings:
                 seconds, text = decode(target, setting, policies[setting.name], prompt, tokens)
-                spent[setting.name] += seconds / len(prompts)
+                spent[setting.name] += seconds
                 texts.append(text)
+            decoded += len(texts[0]) - 1
             identical = identical and all(text == texts[0] for text in texts)
         states = {name: str(policy) for name, policy in policies.items()}
         for name, seconds in spent.items():
@@ -128,7 +137,8 @@ def measure(
     return {
         "identical": identical,
         "auto_ended_at": states.get("auto"),
-        "plain_tokens_per_second": round(1.0 / median(plain), 2),
+        "tokens": decoded,
+        "plain_tokens_per_second": round(decoded / median(plain), 2),
         "speedup": {
             name: round(median(p / s for p, s in zip(plain, each, strict=True)), 3)
             for name, each in taken.items()

@@ -15,15 +15,15 @@ from spec_core.curves import CostCurves
 from spec_core.pace import Pace
 from spec_core.seams import RowOutcome, RowStatus
 
-_MEMORY, _SHORT_MEMORY = 0.97, 0.8
-"""What a slot remembers of its past after each new trial: about thirty trials, and five."""
+_MEMORY, _SHORT_MEMORY = 0.96, 0.8
+"""What a slot remembers of its past after each new trial: about twenty trials, and five."""
 _SURPRISE, _TOLERANCE = 2.0, 0.1
 """The short memory is believed where it differs by so many standard deviations, and by so much."""
 _FADING = 0.99
 """The same after a round that did not reach the slot."""
 _GUESS_TRIALS = 3.0
 """How many trials the first guess weighs in the shared experience..."""
-_SHARED_TRIALS = 10
+_SHARED_TRIALS = 20.0
 """...and this in a row's own."""
 _FIRST_GUESS = 0.7
 """Acceptance of a slot that nobody has tried yet."""
@@ -300,14 +300,9 @@ class AdaptiveLength:
         best = max(range(len(speeds)), key=speeds.__getitem__)
         gain = speeds[best] / speeds[self._length]
         self._check(math.log(speeds[self._length] / speeds[0]))
-        worth, patience = _WORTH, max(_FIRST_DWELL, self._rounds // 2)
-        if best == 0:
-            worth, patience = _WORTH_PARKING, max(_PARKING_DWELL, patience)
-        if (
-            best != self._length
-            and gain > worth
-            and self._since_change >= min(patience, self._dwell)
-        ):
+        worth = _WORTH if best else _WORTH_PARKING
+        patience = min(max(_FIRST_DWELL, self._rounds // 2), self._dwell)
+        if best != self._length and gain > worth and self._since_change >= patience:
             self._length = best
             self._since_change = 0
             self._check_every = _CHECK_EVERY
@@ -425,13 +420,11 @@ _STEEP = 1.25
 """The longest round costs so much more than the shortest, or scores are not looked at."""
 _WORTH = 1.03
 """A change has to promise this much..."""
-_WORTH_PARKING = 1.08
+_WORTH_PARKING = 1.12
 """...parking more, since a parked row learns slowly..."""
 _FIRST_DWELL = 2
 """Rounds before the first change. Later ones wait half as long as the policy is old, up to the
 dwell time."""
-_PARKING_DWELL = 3
-"""The fewest rounds before parking."""
 _SURE, _CHECK_EVERY, _CHECK_ROUNDS = 2.0, 12, 2
 """Where drafting is not better than plain decoding by so many standard deviations of what is known
 of its time, plain rounds are looked at: after so many rounds of drafting, so many."""
@@ -439,7 +432,7 @@ _MOST_ROWS = 256
 """Rows remembered, beyond those that are there."""
 _MOST_SKIPPED = 3
 """New rows that are passed over after one whose first round drafted in vain."""
-_PROBE_EVERY, _PROBE_AT_LEAST = 16, 400
+_PROBE_EVERY, _PROBE_AT_LEAST = 24, 400
 """Plain rounds between two probes: after the first failure, and after many."""
 _CONVINCING = 2
 """Probes in a row that pay for themselves before drafting begins again."""
