@@ -90,9 +90,12 @@ def contenders(args: argparse.Namespace, model: Path, drafter: Path) -> list[Con
         Contender("spec baseline", (*ours, "--mode", "baseline"), blas, json=True),
         Contender("mlx-lm", lm, preload),
     ]
+    bits = ("--drafter-bits", "none" if args.drafter_bits == "0" else args.drafter_bits)
     for cap in args.caps:
         drafted = ("--mode", args.mode, "--drafter", str(drafter), "--max-draft", cap)
-        found.append(Contender(f"spec {args.mode} {cap}", (*ours, *drafted), blas, json=True))
+        found.append(
+            Contender(f"spec {args.mode} {cap}", (*ours, *drafted, *bits), blas, json=True)
+        )
         if args.mlx_dspark:
             theirs = (args.mlx_dspark, "generate", "--model", str(model), "--prompt", "{prompt}")
             theirs += ("--max-new-tokens", str(args.max_tokens), "--no-stream")
@@ -180,10 +183,10 @@ def main() -> None:
     parser.add_argument("--max-prompts", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--float32", action="store_true")
+    parser.add_argument("--float32", action="store_true", help="else bfloat16")
     parser.add_argument("--blas", help="path of an OpenBLAS")
     parser.add_argument("--mlx-dspark", help="its command")
-    parser.add_argument("--drafter-bits", default="0", help="mlx-dspark's; 0 leaves them")
+    parser.add_argument("--drafter-bits", default="0", help="for both; 0 leaves them")
     parser.add_argument("--family", help="mlx-dspark's, where it cannot tell")
     parser.add_argument("--out")
     args = parser.parse_args()
