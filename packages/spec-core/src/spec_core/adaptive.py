@@ -228,8 +228,7 @@ class AdaptiveLength:
         self._rounds += 1
         self._forget_absent(rows)
         if self.parked:
-            emitted = sum(outcome.accepted + 1 for outcome in outcomes) / len(outcomes)
-            self._probes.observe(drafted, emitted, self._plain_rounds(rows, drafted))
+            self._probe_ended(outcomes, drafted)
         if len(rows) == len(outcomes):
             self._time_round(rows, drafted, seconds)
         for outcome in outcomes:
@@ -256,9 +255,10 @@ class AdaptiveLength:
     def _time_round(self, rows: Sequence[RowStatus], drafted: int, seconds: float) -> None:
         """Correct the curves; while drafting, now and then by plain rounds.
 
-        The first plain round fills the pipeline: it is not compared.
+        The first plain round fills the pipeline: it is not compared. While parked, one in some is.
         """
-        if drafted or not self._drafted:
+        regular = bool(drafted) or (not self._drafted and not self.parked)
+        if regular or (not self._drafted and self._rounds % _LOOK_EVERY == 0):
             self._pace.observe(drafted, seconds / self._seconds(rows, drafted))
         self._drafted = drafted
         if not drafted:
@@ -337,7 +337,7 @@ class AdaptiveLength:
 
     def _seconds(self, rows: Sequence[RowStatus], length: int) -> float:
         depth = sum(row.length for row in rows) // max(1, len(rows))
-        return self._curves.seconds(max(1, len(rows)), length, depth)
+        return self._curves.of_lengths(max(1, len(rows)), depth)[length]
 
     # ------------------------------------------------------------------ probing while parked
 
@@ -354,6 +354,13 @@ class AdaptiveLength:
     def _unknown(self, row: RowStatus) -> bool:
         """A row that could draft and was in no round that did."""
         return row.key not in self._rows and row.remaining > 1 and row.max_draft != 0
+
+    def _probe_ended(self, outcomes: Sequence[RowOutcome], drafted: int) -> None:
+        if not drafted:
+            self._probes.rest()
+            return
+        emitted = sum(outcome.accepted + 1 for outcome in outcomes) / len(outcomes)
+        self._probes.observe(emitted, self._plain_rounds(self._statuses, drafted))
 
     def _plain_rounds(self, rows: Sequence[RowStatus], length: int) -> float:
         """What a round costs, in plain rounds."""
@@ -428,6 +435,9 @@ dwell time."""
 _SURE, _CHECK_EVERY, _CHECK_ROUNDS = 2.0, 12, 2
 """Where drafting is not better than plain decoding by so many standard deviations of what is known
 of its time, plain rounds are looked at: after so many rounds of drafting, so many."""
+_LOOK_EVERY = 8
+"""Plain rounds of a parked policy of which one is compared with the curves, and may be followed by
+a probe: whatever a policy does costs the host time in every round."""
 _MOST_ROWS = 256
 """Rows remembered, beyond those that are there."""
 _MOST_SKIPPED = 3
@@ -454,7 +464,8 @@ class Probes:
     @property
     def possible(self) -> bool:
         """A probe may be due; cheap to ask."""
-        return self._tries > 0 or self._plain >= _PROBE_EVERY
+        looked_at = self._plain >= _PROBE_EVERY and self._plain % _LOOK_EVERY == 0
+        return self._tries > 0 or looked_at
 
     def due(self, most: float) -> bool:
         """Whether to probe now; `most` plain rounds are enough for what a probe costs."""
@@ -465,11 +476,12 @@ class Probes:
     def convincing(self) -> bool:
         return self._tries >= _CONVINCING
 
-    def observe(self, drafted: int, emitted: float, cost: float) -> None:
-        """A round while parked: its tokens a row, and its cost in plain rounds."""
-        if not drafted:
-            self._plain += 1
-            return
+    def rest(self) -> None:
+        """A plain round while parked."""
+        self._plain += 1
+
+    def observe(self, emitted: float, cost: float) -> None:
+        """A try while parked: its tokens a row, and its cost in plain rounds."""
         self._tries += 1
         self._balance += emitted - cost
         if self._balance < 0.0:

@@ -25,7 +25,6 @@ _STEP = 0.1
 (learnt from plain ones), and for copies alone."""
 _PROBE_EVERY, _PROBE_AT_LEAST = 8, 128
 """Refused copies between two trials: from .. to, by what a trial costs."""
-_DEPTH_STEP = 256
 
 
 @dataclass(slots=True)
@@ -59,7 +58,6 @@ class CopyLength:
         self._curves = curves
         self._probe_share = probe_share
         self._rates: dict[int, _Rate] = {}
-        self._costs: dict[tuple[int, int], list[float]] = {}
         self._drift = self._own = 0.0
 
     def choose(self, row: RowStatus, rows: int) -> int:
@@ -68,7 +66,7 @@ class CopyLength:
         longest = min(cap, row.remaining - 1, self._curves.max_length)
         if longest < 1:
             return 0
-        costs = self._round_costs(rows, row.length)
+        costs = self._curves.of_lengths(rows, row.length)
         rate = self._rate(row.copies)
         slower = math.exp(self._own)
         best, best_speed, tokens, reached = 0, 0.0, float(rows), 1.0
@@ -96,7 +94,7 @@ class CopyLength:
         A machine that is slower for a while is slower at plain rounds too; only what copies take
         in comparison counts.
         """
-        expected = self._round_costs(rows, depth)[min(drafted, self._curves.max_length)]
+        expected = self._curves.of_lengths(rows, depth)[min(drafted, self._curves.max_length)]
         ratio = math.log(min(max(seconds / expected, 0.2), 5.0))
         if drafted:
             self._own += _STEP * (ratio - self._drift - self._own)
@@ -108,16 +106,6 @@ class CopyLength:
         if level not in self._rates:
             self._rates[level] = _Rate(_WHOLE_COPIES ** (1.0 / (1.5 * 2 ** (level - 1))))
         return self._rates[level]
-
-    def _round_costs(self, rows: int, depth: int) -> list[float]:
-        """Seconds of a round for each length; computed once for every few hundred positions."""
-        key = (rows, depth // _DEPTH_STEP)
-        if key not in self._costs:
-            at = key[1] * _DEPTH_STEP
-            self._costs[key] = [
-                self._curves.seconds(rows, n, at) for n in range(self._curves.max_length + 1)
-            ]
-        return self._costs[key]
 
 
 class WithCopies:

@@ -26,6 +26,9 @@ class RoundCost:
     seconds: float
 
 
+_DEPTH_STEP = 256
+
+
 class CostCurves:
     """Seconds of a round by rows, draft length and depth.
 
@@ -58,6 +61,7 @@ class CostCurves:
                 "round costs", sorted(single), "measured for one row at length 0 and one more"
             )
         self._slopes = self._depth_slopes()
+        self._lengths: dict[tuple[int, int], tuple[float, ...]] = {}
 
     @property
     def max_length(self) -> int:
@@ -71,6 +75,16 @@ class CostCurves:
         flat = _between(by_rows, rows)
         deeper = max(0, depth - self._base_depth) * _between(self._slopes, length)
         return flat + rows * deeper
+
+    def of_lengths(self, rows: int, depth: int) -> tuple[float, ...]:
+        """Expected seconds for each length 0..max_length, about so deep: worked out once for every
+        few hundred positions."""
+        key = (rows, depth // _DEPTH_STEP)
+        if key not in self._lengths:
+            at = key[1] * _DEPTH_STEP
+            every = range(self.max_length + 1)
+            self._lengths[key] = tuple(self.seconds(rows, length, at) for length in every)
+        return self._lengths[key]
 
     def _depth_slopes(self) -> list[tuple[float, float]]:
         """(length, seconds a position) of one row."""

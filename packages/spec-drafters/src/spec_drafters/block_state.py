@@ -16,7 +16,7 @@ from spec_drafters.spec import LayerAttention
 
 Project = Callable[[Sequence[mx.array], Offset], Sequence[KeysValues]]
 
-_MOST_WAITING = 64
+_MOST_WAITING = 256
 
 
 class BlockState:
@@ -26,7 +26,8 @@ class BlockState:
     position origin + c, so that what was never seen takes no room and needs no mask.
 
     Columns that come one by one, as in plain decoding, wait until they are needed or many, and are
-    projected together: alone each would cost as much as all of them.
+    projected together: alone each would cost as much as all of them, and a row that never drafts
+    again needs none.
 
     Args:
         attention: of each layer.
