@@ -17,13 +17,15 @@ from .blocks import ROOT
 
 @pytest.fixture(scope="session")
 def surroundings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a console block: offline, with this Python's programs first.
+    """The environment of a console block: offline, with this Python's programs first, and a draft
+    length whose counts do not depend on the machine.
 
     `uv run` finds the environment made and takes it as it is.
     """
     scripts = str(Path(sys.executable).parent)
     return os.environ | {
         "PATH": os.pathsep.join((scripts, os.environ["PATH"])),
+        "SPEC_MAX_DRAFT": "full",
         "SPEC_CURVES_DIR": str(tmp_path_factory.mktemp("curves")),
         "HF_HUB_OFFLINE": "1",
         "NO_COLOR": "1",

@@ -87,8 +87,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_curves(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What rounds cost is measured here, in a hurry, and kept nowhere else."""
+    """What rounds cost is measured here, in a hurry, and kept nowhere else; commands draft the
+    whole block, whose counts do not depend on it."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPEC_MAX_DRAFT", "full")
         patch.setenv("SPEC_CURVES_DIR", str(tmp_path_factory.mktemp("curves")))
         patch.setattr("spec_server.calibration.BUDGET_SECONDS", 0.5)
         yield

@@ -22,12 +22,14 @@ COMMAND = [sys.executable, "-m", "spec_cli", "serve"]
 def run(
     *arguments: str, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
+    """The command where no draft length is set beside what the test sets."""
+    unset = {name: value for name, value in os.environ.items() if name != "SPEC_MAX_DRAFT"}
     return subprocess.run(
         [*COMMAND, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | (environment or {}),
+        env=unset | (environment or {}),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -70,11 +71,13 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(program: str) -> Iterator[Served]:
+def served(program: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     process = subprocess.Popen(
         [sys.executable, "-m", "spec_cli", "serve", "--port", "0"],
         stderr=subprocess.PIPE,
         text=True,
+        env=os.environ
+        | {"SPEC_MAX_DRAFT": "full", "SPEC_CURVES_DIR": str(tmp_path_factory.mktemp("curves"))},
     )
     assert process.stderr is not None
     try:

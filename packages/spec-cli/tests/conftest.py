@@ -37,10 +37,12 @@ class Spec:
 
 @pytest.fixture(scope="session", autouse=True)
 def same_everywhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No BLAS but MLX's own, whose sums do not depend on the number of rows; no curves but those
-    that these tests measure, in a hurry."""
+    """No BLAS but MLX's own, whose sums do not depend on the number of rows; the whole
+    block, whose counts do not depend on the machine; no curves but those that these tests measure,
+    in a hurry."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPEC_CPU_BLAS", "bundled")
+        patch.setenv("SPEC_MAX_DRAFT", "full")
         patch.setenv("SPEC_CURVES_DIR", str(tmp_path_factory.mktemp("curves")))
         patch.setattr("spec_server.calibration.BUDGET_SECONDS", 0.5)
         yield

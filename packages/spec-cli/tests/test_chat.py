@@ -134,6 +134,17 @@ def test_settings_have_the_rules_of_the_options(spec: Spec) -> None:
         assert f"{setting} = {value}" not in kept
 
 
+def test_the_draft_length_that_is_shown_is_in_force(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPEC_MAX_DRAFT")
+    ran = spec("chat", stdin=lines("/set", "/set max_draft 2", "/set max_draft auto"))
+    shown = [line for line in ran.err.splitlines() if line.startswith("max_draft")]
+    assert shown == [f"max_draft = auto{cap}" for cap in ("", ", at most 2", "")]
+    refused = spec("chat", stdin=lines("/set max_draft full"))
+    assert "spec chat --max-draft full" in refused.err
+
+
 def test_thinking_can_be_switched(spec: Spec, engine: Engine) -> None:
     ran = spec("chat", stdin=lines("/set thinking off", SECOND))
     assert ran.out == lines(*answers(engine, SECOND, thinking=False))

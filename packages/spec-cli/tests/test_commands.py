@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner
 
-from spec_cli import main, options
+from spec_cli import main
 
 from .command import Spec
 
@@ -38,12 +37,10 @@ def test_whatever_loads_a_model_can_say_what_it_logs() -> None:
         assert "--log-level" in options or "--cpu-blas" not in options, name
 
 
-def test_the_default_draft_length_is_the_engines_own() -> None:
-    from spec_server.loading import DEFAULT_MAX_DRAFT
-
-    context = click.Context(click.Command("any"))
-    parsed = options.draft_length(context, click.Option(["--max-draft"]), options.DEFAULT_MAX_DRAFT)
-    assert parsed == DEFAULT_MAX_DRAFT
+@pytest.mark.parametrize("command", ["serve", "chat", "generate"])
+def test_what_answers_chooses_the_draft_length_by_default(spec: Spec, command: str) -> None:
+    told = " ".join(spec(command, "--help").out.split())
+    assert "[default: auto; full with --confidence-threshold]" in told
 
 
 def test_versions_are_listed(spec: Spec) -> None:

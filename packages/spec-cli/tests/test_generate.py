@@ -125,6 +125,53 @@ def test_auto_says_where_it_stands(spec: Spec) -> None:
     )
 
 
+@pytest.fixture
+def open_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asked for a draft length."""
+    monkeypatch.delenv("SPEC_MAX_DRAFT")
+
+
+@pytest.mark.usefixtures("open_length")
+@pytest.mark.parametrize("mode", ["auto", "dflash", "lookup", "baseline"])
+def test_who_asks_for_no_draft_length_gets_auto(
+    spec: Spec, plain: dict[str, Any], mode: str
+) -> None:
+    record = as_json(spec, PROMPT, "--mode", mode)
+    assert record["token_ids"] == plain["token_ids"]
+    shown = {"baseline": "0", "lookup": "auto"}.get(mode, r"auto: (parked|\d+)")
+    assert re.fullmatch(shown, record["max_draft"])
+
+
+@pytest.mark.usefixtures("open_length")
+def test_a_confidence_threshold_cuts_the_whole_block_unless_a_length_was_asked_for(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threshold = ("--confidence-threshold", "0.6")
+    assert as_json(spec, PROMPT, *threshold)["max_draft"] == "full, confidence 0.6"
+    typed = spec("generate", PROMPT, *threshold, "--max-draft", "auto")
+    monkeypatch.setenv("SPEC_MAX_DRAFT", "auto")
+    for refused in (typed, spec("generate", PROMPT, *threshold)):
+        assert refused.code == 2
+        assert "--confidence-threshold" in refused.err
+    assert as_json(spec, PROMPT, *threshold, "--max-draft", "2")["max_draft"].startswith("2")
+
+
+@pytest.mark.usefixtures("open_length")
+def test_the_first_run_says_that_it_measures_and_where_it_cannot_store(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPEC_CURVES_DIR", str(tmp_path / "curves"))
+    first, second = (spec("generate", "--lookup-drafts", PROMPT) for _ in range(2))
+    assert "measuring what rounds cost here" in first.err
+    assert "measuring" not in second.err
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPEC_CURVES_DIR", str(tmp_path / "file" / "curves"))
+    unstored = spec("generate", "--lookup-drafts", PROMPT)
+    assert unstored.err.count("note: ") == 1
+    assert "cannot be stored" in unstored.err
+    assert first.out == second.out == unstored.out
+
+
 def test_the_draft_length_is_a_cap(spec: Spec) -> None:
     record = as_json(spec, PROMPT, "--max-draft", "2")
     assert len(record["accept_by_position"]) == 2

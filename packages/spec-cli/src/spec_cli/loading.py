@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.core import ParameterSource
 
 from spec_cli import bundled
-from spec_cli.options import BITS, bits
+from spec_cli.options import BITS, DEFAULT_MAX_DRAFT, MaxDraft, bits
 
 if TYPE_CHECKING:
     from spec_core import SamplingParams
@@ -22,7 +22,7 @@ def drafting(options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "drafter": options["drafter"],
         "mode": options["mode"],
-        "max_draft": options["max_draft"],
+        "max_draft": max_draft(options),
         "lookup_drafts": options["lookup_drafts"],
         "confidence_threshold": options["confidence_threshold"],
         "dtype": options["dtype"],
@@ -30,6 +30,15 @@ def drafting(options: Mapping[str, Any]) -> dict[str, Any]:
         "drafter_bits": bits(options["drafter_bits"]),
         "trust_remote_code": options["trust_remote_code"],
     }
+
+
+def max_draft(options: Mapping[str, Any]) -> MaxDraft:
+    """The draft length in force: where none was asked for, auto, or the whole block below a
+    confidence threshold, which auto does not go with."""
+    asked: int | Literal["full", "auto"] | None = options["max_draft"]
+    if asked is None:
+        return DEFAULT_MAX_DRAFT if options["confidence_threshold"] is None else None
+    return None if asked == "full" else asked
 
 
 def load_options(options: Mapping[str, Any]) -> LoadOptions:

@@ -25,14 +25,9 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 MaxDraft = int | Literal["auto"] | None
 
-DEFAULT_MAX_DRAFT = "full"
-"""As `spec_server.loading.DEFAULT_MAX_DRAFT`, which is too heavy to import for a help text."""
-
-MAX_DRAFT_HELP = (
-    "Guesses a round at most: 0 decodes plainly, full is the drafter's whole block; auto takes the "
-    "length with the most tokens a second, from round times that are measured once on this device, "
-    "and decodes plainly where that is faster."
-)
+DEFAULT_MAX_DRAFT: MaxDraft = "auto"
+"""Of the commands that answer, without a confidence threshold. The library's own default is the
+drafter's whole block."""
 
 
 def draft_length(context: click.Context, parameter: click.Parameter, value: str | int) -> MaxDraft:
@@ -46,6 +41,17 @@ def draft_length(context: click.Context, parameter: click.Parameter, value: str 
     if not text.isdecimal():
         raise click.BadParameter(f"{text!r} is neither a whole number nor 'full' nor 'auto'")
     return int(text)
+
+
+def asked_length(
+    context: click.Context, parameter: click.Parameter, value: str | int | None
+) -> int | Literal["full", "auto"] | None:
+    """As `draft_length`, but with "full" as it was written; None: left open, as
+    `spec_cli.loading.max_draft` settles it."""
+    if value is None:
+        return None
+    length = draft_length(context, parameter, value)
+    return "full" if length is None else length
 
 
 def draft_lengths(
@@ -244,11 +250,13 @@ drafting_options = apply(
     ),
     click.option(
         "--max-draft",
-        callback=draft_length,
+        callback=asked_length,
         metavar="N|full|auto",
-        default=DEFAULT_MAX_DRAFT,
-        show_default=True,
-        help=MAX_DRAFT_HELP,
+        envvar="SPEC_MAX_DRAFT",
+        help="Guesses a round at most: 0 decodes plainly, full is the drafter's whole block; auto "
+        "takes the length with the most tokens a second, from round times that are measured once "
+        "on this device, and decodes plainly where that is faster. "
+        f"[default: {DEFAULT_MAX_DRAFT}; full with --confidence-threshold]",
     ),
     click.option(
         "--confidence-threshold",

@@ -114,7 +114,10 @@ class CurveStore:
         try:
             write(path, subject, curves)
         except OSError as error:
-            note = f"round times cannot be stored in {path.parent} ({error}); every start measures"
+            note = (
+                f"round times cannot be stored in {path.parent} ({error.strerror}); "
+                "every start measures"
+            )
         return curves, note
 
     def path(self, subject: Subject) -> Path:
@@ -250,7 +253,7 @@ def measure(
 
     drafts, first = (None, None) if trained is None else curves(trained)
     copies, second = (None, None) if copier is None else curves(FreeDrafter(copier.max_block))
-    return Measured(drafts, copies, tuple(note for note in (first, second) if note))
+    return Measured(drafts, copies, tuple(dict.fromkeys(filter(None, (first, second)))))
 
 
 def _parts(drafter: Drafter | None) -> tuple[Drafter | None, Copier | None]:

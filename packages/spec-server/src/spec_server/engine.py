@@ -154,7 +154,8 @@ class Engine:
                 where there is none or it does not fit, which `facts.labels.fallbacks` then says.
             max_draft: cap on guesses a round, 0 being plain decoding; None: the drafter's whole
                 block; "auto": the length with the most tokens a second, from round times that are
-                measured once on this device (a few seconds) and from live acceptance.
+                measured once on this device (a few seconds) and from live acceptance. (The command
+                line takes "auto" where nothing else is asked for.)
             lookup_drafts: let a hit of the lookup replace the drafter's guesses.
             confidence_threshold: cut a draft before the first guess below it, in (0, 1].
             dtype: of the target's weights and activations; None: see `loading.default_dtype`.

@@ -45,6 +45,8 @@ MaxDraft = int | Literal["auto"] | None
 length with the most tokens a second, from measured costs and live acceptance."""
 
 DEFAULT_MAX_DRAFT: MaxDraft = None
+"""Of the library; the command line's own default is "auto"."""
+
 DRAFTER_BITS_ON_GPU: Bits = 4
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spec_cli.loading import sampling
+from spec_cli.loading import max_draft, sampling
 from spec_cli.options import draft_length
 from spec_core import Request, SamplingParams
 
@@ -76,11 +76,11 @@ class Settings:
     def shown(self) -> Iterator[str]:
         """Every setting and its value."""
         for name in NAMES:
-            value = self.value(name)
-            yield f"{name} = {_word(name, value)}"
+            word = self._reach() if name == "max_draft" else _word(name, self.value(name))
+            yield f"{name} = {word}"
 
     def value(self, name: str) -> Any:
-        """What holds for one setting."""
+        """What holds for one setting; of the draft length the cap that was set, or None."""
         if name in self.changed:
             return self.changed[name]
         if name == "max_draft":
@@ -102,6 +102,14 @@ class Settings:
             "stop": tuple(self.started["stop"]),
         }
 
+    def _reach(self) -> str:
+        """How far it drafts, in the words of an answer's statistics."""
+        length, cap = max_draft(self.started), self.value("max_draft")
+        if self.started["mode"] == "baseline":
+            return "0"
+        started = "full" if length is None else str(length)
+        return started if cap is None else f"{started}, at most {cap}"
+
     def _changed_sampling(self) -> dict[str, Any]:
         return {name: value for name, value in self.changed.items() if name != "max_draft"}
 
@@ -110,9 +118,11 @@ class Settings:
         if name != "max_draft":
             return self._converted(name, text, parameter)
         length = draft_length(click.Context(self.command), parameter, text)
-        if isinstance(length, str):
-            raise click.UsageError("auto is chosen at the start: spec chat --max-draft auto")
-        return length
+        if isinstance(length, int):
+            return length
+        if length == max_draft(self.started):
+            return None
+        raise click.UsageError(f"{text} is chosen at the start: spec chat --max-draft {text}")
 
     def _converted(self, name: str, text: str, parameter: click.Parameter) -> Any:
         try:
@@ -126,8 +136,6 @@ class Settings:
 
 
 def _word(name: str, value: Any) -> str:
-    if name == "max_draft":
-        return "full" if value is None else str(value)
     if value is None:
         return "as the model's template does" if name == "thinking" else "none"
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

@@ -78,7 +78,7 @@ def _engine(options: dict[str, Any]) -> Engine:
         options,
         limits=Limits(max_batch=1),
         prefix_cache=kept_prefixes(options),
-        announce=loading.announce if talkative else None,
+        announce=None if options["quiet"] else loading.announce,
     )
 
 
