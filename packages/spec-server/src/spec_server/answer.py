@@ -27,6 +27,7 @@ class Answer(Iterator[Chunk]):
         self._lock = threading.Lock()
         self._job: Job | None = None
         self._last: Completion | Exception | None = None
+        self._ended = threading.Event()
 
     def __next__(self) -> Chunk:
         if self._last is not None:
@@ -44,6 +45,8 @@ class Answer(Iterator[Chunk]):
         Raises:
             SpecError: what the iteration raised, or would have.
         """
+        if self._last is None:
+            self._ended.wait()  # to be woken once, not for every chunk, leaves the engine the CPU
         for _ in self:
             pass
         assert self._last is not None
@@ -73,6 +76,8 @@ class Answer(Iterator[Chunk]):
         """The sink: called on the engine's thread."""
         with self._lock:
             self._events.put(event)
+            if isinstance(event, Exception) or event.completion is not None:
+                self._ended.set()
             if self._listener is not None:
                 self._listener()
 
