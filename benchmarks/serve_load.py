@@ -221,7 +221,8 @@ def served(arguments: Sequence[str]) -> Iterator[tuple[str, int, int]]:
     """`spec serve` in a process of its own: host, port and process id."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "spec_cli", "serve", "--port", str(port), *arguments]
+    command = [sys.executable, "-m", "spec_cli", "serve", "--port", str(port)]
+    command += ["--max-draft", "full", *arguments]
     process = subprocess.Popen([*command, "--log-level", "warning"])
     try:
         while _health(port) != 200:
