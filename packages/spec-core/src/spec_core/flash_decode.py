@@ -34,6 +34,7 @@ def serves(queries: mx.array, keys: mx.array) -> bool:
         and heads % keys.shape[1] == 0
         and queries.dtype in (mx.bfloat16, mx.float16)
         and keys.dtype == queries.dtype
+        and _ampere()
     )
 
 
@@ -89,6 +90,13 @@ def _splits(slots: int, others: int) -> int:
     """Parts of the keys: enough for the device, none too short."""
     most = -(-slots // _FEWEST_KEYS)
     return max(1, min(most, -(-_WANTED_BLOCKS // others)))
+
+
+@cache
+def _ampere() -> bool:
+    """Whether the device has the tile products that are used here (compute capability 8)."""
+    major = mx.device_info().get("compute_capability_major")
+    return not isinstance(major, int) or major >= 8
 
 
 @cache
