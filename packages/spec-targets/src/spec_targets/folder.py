@@ -111,7 +111,7 @@ def _check_code(folder: Path, config: Mapping[str, Any], trust_remote_code: bool
     if code is not None and not trust_remote_code:
         raise UnsupportedTargetError(
             f"{folder} wants to run its own code ({code!r}); it is refused unless "
-            "trust_remote_code is set"
+            "that code is trusted (trust_remote_code)"
         )
 
 

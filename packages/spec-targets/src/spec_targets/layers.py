@@ -232,7 +232,7 @@ def group_size_for(head_sizes: Sequence[int]) -> int:
             return size
     raise UnsupportedTargetError(
         f"keys and values with heads of size {sorted(set(head_sizes))} cannot be quantised: the "
-        "size must be a multiple of 32; leave kv_bits out"
+        "size must be a multiple of 32; leave them as they are"
     )
 
 

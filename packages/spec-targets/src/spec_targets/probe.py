@@ -131,8 +131,9 @@ def options_for(family: Family, model: Module, kv_bits: int | None) -> LayerOpti
     full = [cache for cache in caches if hasattr(cache, "to_quantized") and not windowed(cache)]
     if not full:
         raise UnsupportedTargetError(
-            f"kv_bits={kv_bits} would change nothing: no layer of this model has full attention, "
-            "and what the others remember is bounded; leave kv_bits out"
+            f"quantising keys and values to {kv_bits} bits would change nothing: no layer of this "
+            "model has full attention, and what the others remember is bounded; leave them as they "
+            "are"
         )
     model(_tokens(256)[:, :1], cache=caches)  # for the shapes; nothing is evaluated
     stored = (getattr(cache, name, None) for cache in full for name in ("keys", "values"))

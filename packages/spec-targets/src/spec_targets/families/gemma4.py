@@ -25,7 +25,7 @@ class Gemma4Family(Family):
         if options.kv_bits is not None and _shares(dissect(model)):
             raise UnsupportedTargetError(
                 "keys and values that several layers of a Gemma 4 share cannot be quantised; "
-                "leave kv_bits out"
+                "leave them as they are"
             )
         return super().own_caches(model, options)
 
