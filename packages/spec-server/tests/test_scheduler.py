@@ -231,7 +231,8 @@ def limited(room: float, **limits: int) -> Engine:
 
 def test_a_prompt_that_can_never_fit_is_refused_before_any_work() -> None:
     with limited(800.0) as engine:
-        with pytest.raises(MemoryLimitError, match=r"300 tokens needs about .* MiB.*raise that limit"):
+        refusal = r"300 tokens needs about .* MiB.*raise that limit"
+        with pytest.raises(MemoryLimitError, match=refusal):
             engine.generate(prompt(1, 300), max_tokens=2)
         assert engine.generate(prompt(1, 250), sampling=ENDLESS).completion_tokens == 256 - 250
 
