@@ -16,7 +16,7 @@ from spec_core.pace import Pace
 from spec_core.seams import RowOutcome, RowStatus
 
 _MEMORY, _SHORT_MEMORY = 0.96, 0.8
-"""What a slot remembers of its past after each new trial: about twenty trials, and five."""
+"""What a slot remembers of its past after each new trial: about twenty-five trials, and five."""
 _SURPRISE, _TOLERANCE = 2.0, 0.1
 """The short memory is believed where it differs by so many standard deviations, and by so much."""
 _FADING = 0.99
@@ -257,8 +257,8 @@ class AdaptiveLength:
 
         The first plain round fills the pipeline: it is not compared. While parked, one in some is.
         """
-        regular = bool(drafted) or (not self._drafted and not self.parked)
-        if regular or (not self._drafted and self._rounds % _LOOK_EVERY == 0):
+        looked_at = not self.parked or self._rounds % _LOOK_EVERY == 0
+        if drafted or (looked_at and not self._drafted):
             self._pace.observe(drafted, seconds / self._seconds(rows, drafted))
         self._drafted = drafted
         if not drafted:

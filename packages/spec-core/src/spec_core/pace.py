@@ -26,34 +26,37 @@ _OUTLIER = 3.0
 """An observation moves the estimate as if it were so many standard deviations off, at most."""
 _LARGEST = 3.0
 """The logarithm of the greatest ratio believed."""
+_SHARE_OF_DOUBT = 0.5
+"""How much less is known of an error than of the drift after what was beyond belief."""
 
 
 class Pace:
     """Corrections of the curves for lengths 0..longest, by the rounds seen so far."""
 
     def __init__(self, longest: int) -> None:
+        # Number 0 is the drift, the others are the errors of lengths 1..longest.
         lengths = np.arange(longest)
-        alike = _ALIKE ** np.abs(lengths[:, None] - lengths[None, :])
-        self._mean = np.zeros(longest + 1)  # the drift, then the errors from length 1 on
-        self._covariance = np.zeros((longest + 1, longest + 1))
+        self._alike = np.zeros((longest + 1, longest + 1))
+        self._alike[1:, 1:] = _ALIKE ** np.abs(lengths[:, None] - lengths[None, :])
+        self._mean = np.zeros(longest + 1)
+        self._covariance = _ERROR**2 * self._alike
         self._covariance[0, 0] = _DRIFT**2
-        self._covariance[1:, 1:] = _ERROR**2 * alike
-        self._ageing = np.zeros_like(self._covariance)
+        self._ageing = _AGEING**2 * self._alike
         self._ageing[0, 0] = _WANDER**2
-        self._ageing[1:, 1:] = _AGEING**2 * alike
 
     def observe(self, length: int, ratio: float) -> None:
         """A round of this length took `ratio` times what the curves say."""
+        seen = np.zeros_like(self._mean)
+        seen[[0, length]] = 1.0  # a plain round shows the drift alone
         covariance = self._covariance + self._ageing
-        shared = covariance[0] + covariance[length] if length else covariance[0]
-        variance = float(shared[0] + shared[length] if length else shared[0]) + _NOISE**2
-        expected = float(self._mean[0] + (self._mean[length] if length else 0.0))
-        surprise = min(max(math.log(ratio), -_LARGEST), _LARGEST) - expected
+        shared = covariance @ seen
+        variance = float(shared @ seen) + _NOISE**2
+        surprise = min(max(math.log(ratio), -_LARGEST), _LARGEST) - float(self._mean @ seen)
         most = _OUTLIER * math.sqrt(variance)
         believed = min(max(surprise, -most), most)
         self._mean = self._mean + shared * (believed / variance)
         self._covariance = covariance - np.outer(shared, shared) / variance
-        self._doubt(length, abs(surprise - believed))
+        self._widen(length, abs(surprise - believed))
 
     def factor(self, length: int) -> float:
         """What a round of this length takes in comparison with a plain one, as a multiple of what
@@ -64,14 +67,9 @@ class Pace:
         """The standard deviation of the logarithm of `factor`."""
         return math.sqrt(max(0.0, self._covariance[length, length])) if length else 0.0
 
-    def _doubt(self, length: int, excess: float) -> None:
+    def _widen(self, length: int, excess: float) -> None:
         """What lies beyond belief may be the machine's or the curve's: less is known of both."""
         if excess:
+            alike = self._alike[length]  # of the drift: none
+            self._covariance += np.outer(alike, alike) * (_SHARE_OF_DOUBT * excess) ** 2
             self._covariance[0, 0] += excess**2
-            if length:
-                errors = self._covariance[1:, 1:]
-                alike = self._ageing[length, 1:] / _AGEING**2
-                errors += np.outer(alike, alike) * (_SHARE_OF_DOUBT * excess) ** 2
-
-
-_SHARE_OF_DOUBT = 0.5

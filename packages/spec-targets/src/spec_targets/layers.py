@@ -118,8 +118,9 @@ class Frame:
         """Let the rows of this forward attend each over its own positions, if that is worth it;
         see LayerOptions. Says whether it is."""
         ends = [length + columns for length in self.clock.lengths]
-        if waste != math.inf and (columns > 1 or not self.clock.uniform) and on_cuda():
-            self.ends = mx.array(ends, dtype=mx.int32) if columns <= MOST_COLUMNS else None
+        few = columns <= MOST_COLUMNS and (columns > 1 or not self.clock.uniform)
+        if few and waste != math.inf and on_cuda():
+            self.ends = mx.array(ends, dtype=mx.int32)
         wasted = max(ends) * len(ends) - sum(ends)
         if wasted:
             allowed = _tolerable_waste(max(ends), columns) if waste is None else waste
