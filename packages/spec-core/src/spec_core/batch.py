@@ -180,7 +180,7 @@ class Batch:
         self._ready: list[RowOutcome] = []
         self._keys = itertools.count()
         # On a CPU a write that is scheduled while an older reader still runs copies its buffer, so
-        # there the next round is only built ahead, not submitted.
+        # there the next round begins when this one's verdict is there.
         self._early = runs_beside_host()
 
     @property
@@ -271,8 +271,7 @@ class Batch:
     def step(self) -> list[RowOutcome]:
         """Settle one round and give its outcomes; finished rows leave before the next one.
 
-        Plain rounds are pipelined: the next one is built, and on a GPU already running, when this
-        one is settled.
+        Plain rounds are pipelined: the next one already runs when this one is settled.
         """
         if self._ready:
             ready, self._ready = self._ready, []
@@ -287,9 +286,6 @@ class Batch:
             flight = launch(lanes)
             submit(lanes, flight)
         self._flight = self._run_ahead(lanes, flight)
-        if self._flight is not None and not self._early:
-            wait(flight)
-            submit(lanes, self._flight)
         return settle(lanes, flight)
 
     def _run_ahead(self, lanes: Lanes, flight: Flight) -> Flight | None:
@@ -299,9 +295,10 @@ class Batch:
         if any(row.request.constraint for row in lanes.rows) or self._wants_drafts(lanes, flight):
             return None
         commit(lanes, flight, [1] * len(lanes.rows))
+        if not self._early:
+            wait(flight)
         ahead = launch(lanes, plain=True)
-        if self._early:
-            submit(lanes, ahead)
+        submit(lanes, ahead)
         return ahead
 
     def _wants_drafts(self, lanes: Lanes, flight: Flight) -> bool:

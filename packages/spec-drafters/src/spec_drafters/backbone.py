@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from spec_core import flash_decode
-from spec_core.device import runs_beside_host
+from spec_core.device import runs_beside_host, start_layer
 from spec_core.kv import KVRows, RowClock
 from spec_drafters.linear import Weights
 from spec_drafters.rope import Offset, Rotary
@@ -364,5 +364,7 @@ class BlockBackbone:
         hidden, every = embedded, slice(0, embedded.shape[1])
         for layer in self._layers[:-1]:
             hidden = layer(hidden, run, every)
+            start_layer(hidden)
         hidden = self._layers[-1](hidden, run, wanted)
+        start_layer(hidden)
         return mx.fast.rms_norm(hidden, self._final_norm, self._eps)

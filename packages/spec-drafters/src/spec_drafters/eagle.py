@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from spec_core.device import start_layer
 from spec_core.errors import SeamError
 from spec_core.seams import Chooser, DrafterState, EmbeddingLender, Proposal
 from spec_drafters.backbone import (
@@ -231,6 +232,7 @@ class EagleDrafter:
         hidden = held.waiting[:, None]
         for _ in range(count):
             hidden = chain.step(self.embedding(picks.last)[:, None], hidden)
+            start_layer(hidden)
             normed = mx.fast.rms_norm(hidden, self._final_norm, self.spec.norm_eps)
             picks.pick(self.head(normed)[:, 0])
             if self.spec.norm_output:

@@ -86,9 +86,9 @@ class EarlyStarts:
     Building a forward of 36 layers takes the host as long as the device takes to run it.
     """
 
-    def __init__(self, layers: Sequence[Module], stride: int = 6) -> None:
+    def __init__(self, layers: Sequence[Module], stride: int) -> None:
         wrapping = Wrapping(_start)
-        self.swaps: list[Swap] = [(layer, wrapping) for layer in layers[stride - 1 :: stride]]
+        self.swaps: list[Swap] = [(layer, wrapping) for layer in layers[stride - 1 : -1 : stride]]
 
 
 def _start(

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from spec_core.device import on_cuda, runs_beside_host
+from spec_core.device import layers_ahead, on_cuda, runs_beside_host
 from spec_core.errors import SeamError, UnsupportedError
 from spec_core.products import CHEAP_ROWS
 from spec_core.seams import EmbeddingLender, Forward, LogitRows, TargetInfo, TargetState
@@ -67,7 +67,7 @@ class Runner:
         self._narrowing = Wrapping(self._narrow)
         self._row_by_row = RowByRow(self._model)
         self._angles = SharedAngles(self._model)
-        self._early = EarlyStarts(bones.anatomy.layers)
+        self._early = EarlyStarts(bones.anatomy.layers, layers_ahead())
         self._columns_at_least = CHEAP_ROWS if on_cuda() and quantisations(self._model) else 1
         self._pick: Callable[[mx.array], mx.array] = _same
 
@@ -111,7 +111,7 @@ class Runner:
         swaps = [*self._bones.family.swaps(self._bones.anatomy, state.layers), *self._angles.swaps]
         if state.part_rows(tokens.shape[1], self._bones.options.waste):
             swaps += self._row_by_row.swaps()
-        if tokens.shape[1] > 1 and runs_beside_host():
+        if tokens.shape[1] > 1 or not runs_beside_host():  # a GPU's plain rounds are built ahead
             swaps += self._early.swaps
         swaps += self._recorder.swaps(taps)
         last = last_column(state.valid, tokens.shape[1]) if logits == "last" else _same
