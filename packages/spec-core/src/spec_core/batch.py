@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from spec_core.chooser import Sampler
-from spec_core.device import runs_beside_host, start
+from spec_core.device import start
 from spec_core.errors import InvalidValueError, SeamError, UnsupportedError
 from spec_core.policy import FixedLength
 from spec_core.request import Request
@@ -26,7 +26,6 @@ from spec_core.round import (
     propose,
     settle,
     submit,
-    wait,
 )
 from spec_core.seams import (
     Drafter,
@@ -179,9 +178,6 @@ class Batch:
         self._flight: Flight | None = None
         self._ready: list[RowOutcome] = []
         self._keys = itertools.count()
-        # On a CPU a write that is scheduled while an older reader still runs copies its buffer, so
-        # there the next round begins when this one's verdict is there.
-        self._early = runs_beside_host()
 
     @property
     def rows(self) -> int:
@@ -295,8 +291,6 @@ class Batch:
         if any(row.request.constraint for row in lanes.rows) or self._wants_drafts(lanes, flight):
             return None
         commit(lanes, flight, [1] * len(lanes.rows))
-        if not self._early:
-            wait(flight)
         ahead = launch(lanes, plain=True)
         submit(lanes, ahead)
         return ahead

@@ -30,7 +30,9 @@ def layers_ahead() -> int:
     """How many layers the host builds before the device is given them.
 
     A CPU takes little work at a time, and keeps the host waiting while it has more: there each
-    layer is started by itself, and the host builds the next one meanwhile.
+    layer is started by itself, and the host builds the next one meanwhile. (A round that writes
+    keys while the one before it still reads them would copy the buffer; with so little in the
+    queue, that reader is done.)
     """
     return 6 if runs_beside_host() else 1
 

@@ -67,7 +67,6 @@ class Flight:
         lengths: guesses verified in each row.
         sources: who guessed, in each row.
         committed: the columns are already kept (a plain round whose anchor is settled).
-        ready: when the verdict was there, if somebody waited for it before `settle`.
     """
 
     tokens: mx.array
@@ -77,7 +76,6 @@ class Flight:
     verdict: Verdict
     started: float
     committed: bool = False
-    ready: float | None = None
 
     @property
     def plain(self) -> bool:
@@ -162,12 +160,6 @@ def submit(lanes: Lanes, flight: Flight) -> None:
     start(*flight.verdict.arrays(), lanes.anchor, *lanes.sampler.pending(), *pending)
 
 
-def wait(flight: Flight) -> None:
-    """Wait for the verdict: whatever the flight reads may be written again."""
-    mx.eval(*flight.verdict.arrays())
-    flight.ready = time.perf_counter()
-
-
 def settle(lanes: Lanes, flight: Flight) -> list[RowOutcome]:
     """Wait for the verdict, cut, commit and observe. Rows that had finished before give nothing."""
     verdicts = flight.verdict.read()
@@ -182,7 +174,7 @@ def settle(lanes: Lanes, flight: Flight) -> list[RowOutcome]:
     if not flight.committed:
         commit(lanes, flight, emitted)
     lanes.newest = [tokens[-1] for _, tokens in verdicts]
-    now = flight.ready or time.perf_counter()
+    now = time.perf_counter()
     lanes.policy.observe(outcomes, now - max(flight.started, lanes.settled_at))
     lanes.settled_at = now
     return outcomes
