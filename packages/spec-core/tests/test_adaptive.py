@@ -36,18 +36,24 @@ def simulate(
     seed: int,
     noise: float = 0.1,
 ) -> tuple[float, list[int]]:
-    """Tokens a millisecond, and the policy's length after each round."""
+    """Tokens a millisecond, and the policy's length after each round.
+
+    As a batch does, it asks again before a plain round is observed: a policy that wants no draft
+    then has its next plain round launched already.
+    """
     rng = random.Random(seed)
     tokens = time = 0.0
     history: list[int] = []
+    row, launched = RowStatus(key=0, length=10, remaining=1000), False
     for _ in range(rounds):
-        (length,) = adaptive.lengths([RowStatus(key=0, length=10, remaining=1000)])
+        (length,) = [0] if launched else adaptive.lengths([row])
         accepted = 0
         while accepted < length and rng.random() < accepts(accepted):
             accepted += 1
         taken = curve[length] * (1 + noise * (rng.random() - 0.5))
         tokens, time = tokens + accepted + 1, time + taken
         outcome = RowOutcome(0, tuple(range(accepted + 1)), length, accepted)
+        launched = not length and not any(adaptive.lengths([row]))
         adaptive.observe([outcome], taken)
         history.append(adaptive.length)
     return tokens / time, history
@@ -68,7 +74,7 @@ def mean_speed(curve: Sequence[float], rate: float) -> float:
 @pytest.mark.parametrize("curve", ALL_CURVES)
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97])
 def test_speed_comes_close_to_the_best_fixed_length(curve: list[float], rate: float) -> None:
-    assert mean_speed(curve, rate) >= 0.92 * best_speed(curve, rate)
+    assert mean_speed(curve, rate) >= 0.91 * best_speed(curve, rate)
 
 
 @pytest.mark.parametrize("curve", ALL_CURVES)
@@ -86,6 +92,23 @@ def test_it_parks_comes_back_and_parks_again(curve: list[float]) -> None:
     assert history[-1] >= 4
     _, history = simulate(adaptive, curve, lambda _: 0.0, 64, seed=3)
     assert history[-1] == 0
+
+
+def test_a_parked_policy_that_calls_for_a_draft_makes_one() -> None:
+    """A batch that is asked for a draft lets its pipeline run empty, for nothing if none comes."""
+    adaptive = policy(DEAR)
+    row = RowStatus(key=0, length=10, remaining=100_000)
+    simulate(adaptive, DEAR, lambda _: 0.0, 100, seed=1)
+    calls = 0
+    for _ in range(1000):
+        called = any(adaptive.lengths([row]))
+        adaptive.observe([RowOutcome(0, (1,), 0, 0)], DEAR[0])
+        if called:
+            (length,) = adaptive.lengths([row])
+            assert length
+            adaptive.observe([RowOutcome(0, (1,), length, 0)], DEAR[length])
+            calls += 1
+    assert 1 <= calls <= 10
 
 
 def test_while_drafting_a_change_is_followed_within_32_rounds() -> None:

@@ -452,7 +452,8 @@ class Probes:
     """When a parked policy tries a draft: after ever more plain rounds.
 
     Tries that have paid for themselves so far cost nothing, so further ones follow at once; what
-    they teach decides whether drafting begins again.
+    they teach decides whether drafting begins again. A try that is due stays due: the round in
+    flight, which ends before it can begin, does not call it off.
     """
 
     def __init__(self) -> None:
@@ -460,17 +461,19 @@ class Probes:
         self._plain = 0
         self._tries = 0
         self._balance = 0.0
+        self._is_due = False
 
     @property
     def possible(self) -> bool:
         """A probe may be due; cheap to ask."""
         looked_at = self._plain >= _PROBE_EVERY and self._plain % _LOOK_EVERY == 0
-        return self._tries > 0 or looked_at
+        return self._is_due or self._tries > 0 or looked_at
 
     def due(self, most: float) -> bool:
         """Whether to probe now; `most` plain rounds are enough for what a probe costs."""
         wait = max(_PROBE_EVERY, min(self._interval, most))
-        return self._tries > 0 or self._plain >= wait
+        self._is_due = self._is_due or self._tries > 0 or self._plain >= wait
+        return self._is_due
 
     @property
     def convincing(self) -> bool:
@@ -482,6 +485,7 @@ class Probes:
 
     def observe(self, emitted: float, cost: float) -> None:
         """A try while parked: its tokens a row, and its cost in plain rounds."""
+        self._is_due = False
         self._tries += 1
         self._balance += emitted - cost
         if self._balance < 0.0:
