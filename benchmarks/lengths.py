@@ -4,8 +4,8 @@
 
 Needs token ids only, no tokeniser: `--write-prompts` makes the file with one, from the prompt sets
 of `spec benchmark`. `auto` measures its curves first, as the engine does; its experience is new in
-every set of every trial. Speeds are of decoding, medians over trials; ratios are of times in the
-same trial.
+every set of every trial. Speeds are of decoding, medians over trials; ratios are of a token's time in
+the same trial.
 """
 
 from __future__ import annotations
@@ -116,29 +116,30 @@ def measure(
     tokens: int,
     trials: int,
 ) -> dict[str, Any]:
-    """One set: seconds of each setting, trial by trial; settings take turns by prompt."""
+    """One set: seconds a token of each setting, trial by trial; settings take turns by prompt."""
     taken: dict[str, list[float]] = {setting.name: [] for setting in settings}
-    identical, states, decoded = True, {}, 0
+    identical, states = True, {}
     for trial in range(trials + 1):
         policies = {setting.name: setting.policy() for setting in settings}
-        spent, decoded = dict.fromkeys(taken, 0.0), 0
+        spent, decoded = dict.fromkeys(taken, 0.0), dict.fromkeys(taken, 0)
         for prompt in prompts:
             texts = []
             for setting in settings:
                 seconds, text = decode(target, setting, policies[setting.name], prompt, tokens)
                 spent[setting.name] += seconds
+                decoded[setting.name] += len(text) - 1
                 texts.append(text)
-            decoded += len(texts[0]) - 1
             identical = identical and all(text == texts[0] for text in texts)
         states = {name: str(policy) for name, policy in policies.items()}
         for name, seconds in spent.items():
-            taken[name] += [seconds] if trial else []
+            # A token's time: where roundings differ by width, answers may differ in length.
+            taken[name] += [seconds / decoded[name]] if trial else []
     plain = taken[settings[0].name]
     return {
         "identical": identical,
         "auto_ended_at": states.get("auto"),
-        "tokens": decoded,
-        "plain_tokens_per_second": round(decoded / median(plain), 2),
+        "tokens": decoded[settings[0].name],
+        "plain_tokens_per_second": round(1.0 / median(plain), 2),
         "speedup": {
             name: round(median(p / s for p, s in zip(plain, each, strict=True)), 3)
             for name, each in taken.items()
