@@ -4,8 +4,8 @@
 
 Needs token ids only, no tokeniser: `--write-prompts` makes the file with one, from the prompt sets
 of `spec benchmark`. `auto` measures its curves first, as the engine does; its experience is new in
-every set of every trial. Speeds are of decoding, medians over trials; ratios are of a token's time in
-the same trial.
+every set of every trial. Speeds are of decoding, medians over trials; ratios are of a
+token's time in the same trial.
 """
 
 from __future__ import annotations
