@@ -66,7 +66,7 @@ def best_speed(curve: Sequence[float], rate: float) -> float:
 
 def mean_speed(curve: Sequence[float], rate: float) -> float:
     speeds = [
-        simulate(policy(curve), curve, lambda _: rate, 800, seed=seed)[0] for seed in range(4)
+        simulate(policy(curve), curve, lambda _: rate, 800, seed=seed)[0] for seed in range(8)
     ]
     return sum(speeds) / len(speeds)
 
@@ -74,7 +74,7 @@ def mean_speed(curve: Sequence[float], rate: float) -> float:
 @pytest.mark.parametrize("curve", ALL_CURVES)
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97])
 def test_speed_comes_close_to_the_best_fixed_length(curve: list[float], rate: float) -> None:
-    assert mean_speed(curve, rate) >= 0.91 * best_speed(curve, rate)
+    assert mean_speed(curve, rate) >= 0.92 * best_speed(curve, rate)
 
 
 @pytest.mark.parametrize("curve", ALL_CURVES)

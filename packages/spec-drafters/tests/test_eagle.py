@@ -268,6 +268,8 @@ def test_a_chain_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(mx, "eval", fail)
+        patch.setattr(mx, "async_eval", fail)
+        patch.setattr("spec_drafters.eagle.start_layer", lambda hidden: None)  # it only begins
         proposal = drafter.propose(state, mx.array([3], dtype=mx.int32), 7, Greedy())
     assert proposal.tokens.shape == (1, 7)
 

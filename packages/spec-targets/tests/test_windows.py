@@ -407,7 +407,7 @@ def test_kv_bits_that_cannot_be_had_are_refused(tiny: Any) -> None:
     model, config = tiny("mistral_sliding")
     for layer in model.layers:
         layer.use_sliding = True
-    with pytest.raises(UnsupportedTargetError, match="no layer of this model has full"):
+    with pytest.raises(UnsupportedTargetError, match="no layer of this model has full attention"):
         build_target(model, {**config, **only}, kv_bits=4)
 
 
