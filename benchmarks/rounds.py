@@ -27,7 +27,7 @@ from spec_core import Batch, Drafter, FixedLength, Request, RowOutcome, RowStatu
 from spec_core.chooser import Sampler
 from spec_targets import ModelTarget
 
-_TURNS = 3
+_TURNS, _UNCOUNTED = 3, 4
 
 
 class Meter(FixedLength):
@@ -50,20 +50,34 @@ def prompt_of(depth: int, vocab: int) -> tuple[int, ...]:
     return tuple((31 * i + 7) % vocab for i in range(depth))
 
 
+class Running:
+    """A row that decodes behind a prompt of `depth` tokens, some rounds at a time."""
+
+    def __init__(
+        self, target: ModelTarget, drafter: Drafter | None, length: int, depth: int
+    ) -> None:
+        self.meter = Meter(length)
+        self._batch = Batch(target, drafter, self.meter)
+        prompt = prompt_of(depth, target.info.vocab_size)
+        prefill = self._batch.prefill(Request(prompt, max_tokens=10**6))
+        while prefill.step(2048) is None:
+            pass
+        self._batch.join(prefill)
+
+    def go(self, count: int) -> list[float]:
+        """Seconds of `count` rounds, behind a few that are not counted."""
+        for _ in range(count + _UNCOUNTED):
+            self._batch.step()
+        return self.meter.seconds[-count:]
+
+
 def rounds(
     target: ModelTarget, drafter: Drafter | None, length: int, depth: int, count: int
 ) -> tuple[float, float]:
     """Median seconds of a round, and mean tokens a round."""
-    meter = Meter(length)
-    batch = Batch(target, drafter, meter)
-    prompt = prompt_of(depth, target.info.vocab_size)
-    prefill = batch.prefill(Request(prompt, max_tokens=10**6))
-    while prefill.step(2048) is None:
-        pass
-    batch.join(prefill)
-    for _ in range(count + 4):
-        batch.step()
-    return median(meter.seconds[4:]), sum(meter.tokens[4:]) / len(meter.tokens[4:])
+    running = Running(target, drafter, length, depth)
+    seconds = running.go(count)
+    return median(seconds), mean(running.meter.tokens[-count:])
 
 
 def alone(repeat: int, run: Callable[[], Any]) -> float:
@@ -234,30 +248,33 @@ def against_mlx_lm(target: ModelTarget, count: int) -> dict[str, float]:
 def of_depths(
     target: ModelTarget, arguments: argparse.Namespace, inner: Drafter | None
 ) -> list[dict[str, Any]]:
-    """Rounds behind other texts; what a round brings against a plain one, and how much of that
-    is left in comparison with the first depth."""
-    results: list[dict[str, Any]] = []
-    first: dict[int, float] = {}
+    """Rounds behind other texts, taking turns; what one brings against a plain one, and how much
+    of that is left in comparison with the first depth."""
     oracle = Oracle(target.info.vocab_size, 0.7, inner=inner)
-    for depth in arguments.depths:
-        taken: dict[int, list[float]] = {length: [] for length in (0, 3, 7)}
-        for _ in range(_TURNS):
-            for length, found in taken.items():
-                drafter = oracle if length else None
-                found.append(rounds(target, drafter, length, depth, arguments.rounds // 2)[0])
-        plain = median(taken[0])
-        for length, found in taken.items():
-            share = plain / median(found)
-            results.append(
-                {
-                    "depth": depth,
-                    "length": length,
-                    "round_ms": round(1e3 * median(found), 3),
-                    "plain_rounds": round(1.0 / share, 3),
-                    "of_first_depth": round(share / first.setdefault(length, share), 3),
-                }
-            )
-            print(results[-1], flush=True)
+    running = {
+        (depth, length): Running(target, oracle if length else None, length, depth)
+        for depth in arguments.depths
+        for length in (0, 3, 7)
+    }
+    taken: dict[tuple[int, int], list[float]] = {at: [] for at in running}
+    for _ in range(arguments.rounds):
+        for at, one in running.items():  # depths take turns too: a host has slow minutes
+            taken[at] += one.go(2)
+    seconds = {at: median(found) for at, found in taken.items()}
+    results: list[dict[str, Any]] = []
+    for depth, length in running:
+        share = seconds[depth, 0] / seconds[depth, length]
+        at_first = seconds[arguments.depths[0], 0] / seconds[arguments.depths[0], length]
+        results.append(
+            {
+                "depth": depth,
+                "length": length,
+                "round_ms": round(1e3 * seconds[depth, length], 3),
+                "plain_rounds": round(1.0 / share, 3),
+                "of_first_depth": round(share / at_first, 3),
+            }
+        )
+        print(results[-1], flush=True)
     return results
 
 
@@ -267,7 +284,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
     parser.add_argument("--bits", type=int, help="weights; bf16 if left out")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 5, 7])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[1, 2, 3, 5, 7])
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.5, 0.7, 0.9])
     parser.add_argument("--drafter", action="store_true", help="pay for a real-shape DSpark")
     parser.add_argument("--drafter-bits", type=int)

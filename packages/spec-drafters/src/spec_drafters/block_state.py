@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import mlx.core as mx
 
+from spec_core.device import runs_beside_host
 from spec_core.errors import SeamError, UnsupportedError
 from spec_core.kv import KVRows, RowClock
 from spec_core.seams import PerToken, RowState, StateImage
@@ -16,7 +17,9 @@ from spec_drafters.spec import LayerAttention
 
 Project = Callable[[Sequence[mx.array], Offset], Sequence[KeysValues]]
 
-_MOST_WAITING = 256
+_MOST_WAITING, _GROUP = 256, 32
+"""Columns that may wait on a CPU; and elsewhere, where every group has this very size, since a GPU
+plans its work anew for every new shape, which takes longer than the work."""
 
 
 class BlockState:
@@ -60,7 +63,7 @@ class BlockState:
         """Append the first keep[b] columns of row b; taps are [B, columns, H]. Lazy."""
         if taps[0].shape[1] == 1 and all(keep):
             self._waiting.append(taps)
-            if len(self._waiting) == _MOST_WAITING:
+            if len(self._waiting) == (_GROUP if runs_beside_host() else _MOST_WAITING):
                 self.settle()
             return
         self.settle()
@@ -70,8 +73,11 @@ class BlockState:
         """Project what waits. Lazy."""
         if self._waiting:
             waiting, self._waiting = self._waiting, []
+            count = len(waiting)
+            if runs_beside_host():
+                waiting += waiting[-1:] * (_GROUP - count)
             taps = [mx.concatenate(list(each), axis=1) for each in zip(*waiting, strict=True)]
-            self._append(taps, [len(waiting)] * self.rows)
+            self._append(taps, [count] * self.rows)
 
     def _append(self, taps: Sequence[mx.array], keep: Sequence[int]) -> None:
         context = self._project(taps, self._offset())
