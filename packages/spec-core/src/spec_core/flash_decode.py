@@ -15,6 +15,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from spec_core._tiles import TILE_PRODUCT, has_tile_products
+
 MOST_COLUMNS = 16
 """More columns are a prefill: MLX's own kernels serve them better."""
 _TILE = 16
@@ -34,7 +36,7 @@ def serves(queries: mx.array, keys: mx.array) -> bool:
         and heads % keys.shape[1] == 0
         and queries.dtype in (mx.bfloat16, mx.float16)
         and keys.dtype == queries.dtype
-        and _ampere()
+        and has_tile_products()
     )
 
 
@@ -93,13 +95,6 @@ def _splits(slots: int, others: int) -> int:
 
 
 @cache
-def _ampere() -> bool:
-    """Whether the device has the tile products that are used here (compute capability 8)."""
-    major = mx.device_info().get("compute_capability_major")
-    return not isinstance(major, int) or major >= 8
-
-
-@cache
 def _scalar(value: float) -> mx.array:
     return mx.array(value, dtype=mx.float32)
 
@@ -126,28 +121,9 @@ def _merge() -> Any:
     )
 
 
-_HEADER = r"""
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-// c += a * b for a tile of 16 x 8 with 16 products each.
-template <bool HALF>
-__device__ inline void multiply(float* c, uint4 a, unsigned b0, unsigned b1) {
-  if constexpr (HALF) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-  }
-}
-
+_HEADER = (
+    TILE_PRODUCT
+    + r"""
 template <bool HALF>
 __device__ inline unsigned pack(float low, float high) {
   if constexpr (HALF) {
@@ -159,6 +135,7 @@ __device__ inline unsigned pack(float low, float high) {
   }
 }
 """
+)
 
 # In a tile product the thread (g, j) = (lane / 4, lane % 4) holds columns 2j, 2j + 1, 2j + 8 and
 # 2j + 9 of its rows. Which dimension a column stands for is free as long as both factors agree:

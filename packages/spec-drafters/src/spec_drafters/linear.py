@@ -8,7 +8,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from spec_core import blas
+from spec_core import blas, skinny
 from spec_core.device import on_cuda
 from spec_core.products import join_rows
 
@@ -60,6 +60,21 @@ class _Dense:
 
     def __getitem__(self, index: int) -> Linear:
         return _Dense(self.transposed[index])
+
+
+@dataclass(frozen=True, slots=True)
+class _Skinny:
+    """A dense matrix or stack; one matrix multiplies a few rows by the kernel for such."""
+
+    weight: mx.array
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self.weight.ndim == 2 and skinny.serves(x, self.weight):
+            return skinny.multiply(x, self.weight)
+        return x @ self.weight.swapaxes(-1, -2)
+
+    def __getitem__(self, index: int) -> Linear:
+        return _Skinny(self.weight[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +218,9 @@ def linear(weight: mx.array, precision: Precision) -> Linear:
     group_size = precision.group_size(weight.shape[-1])
     if group_size is not None:
         return _quantized(weight, group_size, precision)
+    if skinny.fits(weight):
+        mx.eval(weight)
+        return _Skinny(weight)
     transposed = weight.swapaxes(-1, -2)
     if precision.dtype == mx.float32 and blas.prefers_columns():
         transposed = mx.contiguous(transposed)

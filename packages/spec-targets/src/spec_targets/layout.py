@@ -11,7 +11,7 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
-from spec_core import blas
+from spec_core import blas, skinny
 from spec_core.device import on_cuda
 from spec_core.products import join_rows
 from spec_targets.anatomy import dissect
@@ -31,14 +31,38 @@ class JoiningEmbedding(QuantizedEmbedding):
         return join_rows(x, super().as_linear)
 
 
+class SkinnyLinear(Linear):
+    """Multiplies a few rows by the kernel for such."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if not skinny.serves(x, self.weight):
+            return super().__call__(x)
+        product = skinny.multiply(x, self.weight)
+        return product + self.bias if "bias" in self else product
+
+
+class SkinnyEmbedding(Embedding):
+    """Serves as a head that multiplies a few rows by the kernel for such."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        if skinny.serves(x, self.weight):
+            return skinny.multiply(x, self.weight)
+        head: mx.array = super().as_linear(x)  # type: ignore[no-untyped-call]
+        return head
+
+
 _JOINING: Mapping[type[Module], type[Module]] = MappingProxyType(
     {QuantizedLinear: JoiningLinear, QuantizedEmbedding: JoiningEmbedding}
+)
+_SKINNY: Mapping[type[Module], type[Module]] = MappingProxyType(
+    {Linear: SkinnyLinear, Embedding: SkinnyEmbedding}
 )
 
 
 def lay_out(model: Module) -> None:
-    """Store float32 matrices column by column where they are multiplied faster so, and multiply
-    the rows of a batch together where each would read the quantised weights by itself.
+    """Store float32 matrices column by column where they are multiplied faster so; on CUDA multiply
+    the rows of a batch together where each would read the quantised weights by itself, and a few
+    rows with dense weights by a kernel of our own.
 
     One matrix at a time, so that a load needs the memory of one more. An embedding is among them
     where it serves as the head too.
@@ -46,13 +70,21 @@ def lay_out(model: Module) -> None:
     modules: Iterable[Module] = model.modules()  # type: ignore[no-untyped-call]
     if on_cuda():
         for module in modules:
-            module.__class__ = _JOINING.get(type(module), type(module))
+            module.__class__ = _on_cuda(module)
     if not blas.prefers_columns():
         return
     head = _embedding_as_head(model)
     for module in modules:
         if isinstance(module, Linear) or module is head:
             _by_columns(module)
+
+
+def _on_cuda(module: Module) -> type[Module]:
+    """The class that multiplies as CUDA does it fastest."""
+    kind = type(module)
+    if kind in _SKINNY:
+        return _SKINNY[kind] if skinny.fits(module.weight) else kind
+    return _JOINING.get(kind, kind)
 
 
 def _by_columns(module: Module) -> None:

@@ -1,0 +1,38 @@
+"""Products of small tiles, for kernels on CUDA."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+
+
+@cache
+def has_tile_products() -> bool:
+    """Whether the device has those of half precision that are used here (compute capability 8)."""
+    major = mx.device_info().get("compute_capability_major")
+    return not isinstance(major, int) or major >= 8
+
+
+TILE_PRODUCT = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// c += a * b for a tile of 16 x 8 with 16 products each.
+template <bool HALF>
+__device__ inline void multiply(float* c, uint4 a, unsigned b0, unsigned b1) {
+  if constexpr (HALF) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+  }
+}
+"""
