@@ -271,6 +271,94 @@ def test_a_cut_by_confidence_is_lossless(threshold: float) -> None:
         assert not any(o.drafted for o in outcomes[1:])
 
 
+class Shadowing(FixedLength):
+    """Wants to know what so many guesses are worth, over and over, and never drafts."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.awaited: dict[int, int] = {}
+        self.seen: list[tuple[int, int, int, int]] = []
+
+    @property
+    def trial(self) -> bool:
+        return not self.awaited
+
+    def lengths(self, rows: Sequence[RowStatus]) -> Sequence[int]:
+        return [0] * len(rows) if self.awaited else super().lengths(rows)
+
+    def shadowed(self, rows: Sequence[RowStatus]) -> None:
+        assert rows
+        self.awaited = {row.key: row.length for row in rows}
+
+    def observe_shadow(self, key: int, drafted: int, accepted: int) -> None:
+        self.seen.append((key, self.awaited.pop(key), drafted, accepted))
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.7, seed=3)])
+@pytest.mark.parametrize("kind", ["chain", "block", "reduced"])
+def test_a_shadow_tells_what_a_verified_draft_would(kind: str, sampling: SamplingParams) -> None:
+    """At every position that both met; and the text is that of plain decoding."""
+    target = TARGETS["dense"]
+    drafter, plain = drafters(target)[kind], run(target, None, max_tokens=60, sampling=sampling)[0]
+    text, outcomes = run(target, drafter, max_tokens=60, sampling=sampling, policy=FixedLength(4))
+    assert text == plain
+    verified, at = {}, len(PROMPT)
+    for outcome in outcomes[1:]:
+        if outcome.drafted == 4:  # fewer are left at the end
+            verified[at] = outcome.accepted
+        at += len(outcome.tokens)
+    policy = Shadowing(4)
+    text, outcomes = run(target, drafter, max_tokens=60, sampling=sampling, policy=policy)
+    assert text == plain
+    assert not any(outcome.drafted for outcome in outcomes)
+    assert not policy.awaited
+    met = [(verified[at], seen) for _, at, *seen in policy.seen if at in verified]
+    assert len(met) > 5
+    assert [seen for _, seen in met] == [[4, truth] for truth, _ in met]
+
+
+def test_each_row_with_a_shadow_is_told_of_once_however_it_ends() -> None:
+    target, policy = TARGETS["dense"], Shadowing(5)
+    batch = Batch(target, drafters(target)["chain"], policy)
+    ends = [target.greedy((3, 4, 5), 9)[-1]]
+    requests = [
+        Request(PROMPT, max_tokens=30),
+        Request((1, 2), max_tokens=4),
+        Request((3, 4, 5), max_tokens=30, end_tokens=frozenset(ends)),
+        Request((9, 9), max_tokens=30),
+    ]
+    tokens: dict[int, list[int]] = {}
+    for request in requests:
+        prefill = batch.prefill(request)
+        first = prefill.step(100)
+        assert first is not None
+        tokens[batch.join(prefill)] = list(first.tokens)
+    steps = 0
+    while batch.busy:
+        for outcome in batch.step():
+            tokens[outcome.key] += outcome.tokens
+        steps += 1
+        if steps == 6:
+            batch.leave(3)
+    assert not policy.awaited
+    assert {key for key, *_ in policy.seen} == {0, 1, 2, 3}
+    assert all(0 <= accepted <= drafted <= 5 for *_, drafted, accepted in policy.seen)
+    for key, request in enumerate(requests[:3]):
+        plain = target.greedy(request.prompt, request.max_tokens)
+        assert tokens[key] == plain[: len(tokens[key])]
+        assert len(tokens[key]) == request.max_tokens or tokens[key][-1] in request.end_tokens
+
+
+def test_where_acceptance_is_by_chance_there_is_no_shadow() -> None:
+    target, policy = TARGETS["dense"], Shadowing(3)
+    sampling = SamplingParams(temperature=0.8)
+    _, outcomes = run(
+        target, drafters(target)["chain"], max_tokens=20, sampling=sampling, policy=policy
+    )
+    assert not policy.seen
+    assert any(outcome.drafted for outcome in outcomes)
+
+
 def test_a_policy_asks_for_at_most_its_length() -> None:
     target = TARGETS["dense"]
     oracle = NoisyOracle(target, 1.0, max_block=4)

@@ -145,6 +145,10 @@ class AdaptiveLength:
         self._since_change = self._rounds = 0
         self._probes = Probes()
         self._skipping = self._skipped = 0
+        self._trial = False
+        self._shadow_time = ShadowTime()
+        self._shadows: dict[int, tuple[int, int]] = {}
+        self._awaited = 0
         self._cut: dict[int, tuple[Sequence[float], int]] = {}
 
     @property
@@ -163,11 +167,16 @@ class AdaptiveLength:
     def parked(self) -> bool:
         return self._length == 0
 
+    @property
+    def trial(self) -> bool:
+        return self._trial
+
     def lengths(self, rows: Sequence[RowStatus]) -> Sequence[int]:
         self._statuses = rows
-        length = self._length
+        length, self._trial = self._length, False
         if self._probe_due(rows):
             length = self._probe_length(rows)
+            self._trial = self._probes.first and self._shadow_pays(rows, length)
         elif self._checks:
             length = 0
         return [length] * len(rows)
@@ -237,6 +246,27 @@ class AdaptiveLength:
         if drafted and (not self.parked or self._probes.convincing):
             self._reconsider(rows)
 
+    def shadowed(self, rows: Sequence[RowStatus]) -> None:
+        self._trial = False
+        self._probes.begin()
+        self._meet(rows, True)
+        self._awaited = len(rows)
+        self._shadow_time.begin()
+
+    def observe_shadow(self, key: int, drafted: int, accepted: int) -> None:
+        self._awaited -= 1
+        if drafted:
+            if key in self._rows:
+                self._rows[key].observe(drafted, accepted)
+            self._shared.observe(drafted, accepted)
+            self._shadows[key] = (drafted, accepted)
+        if not self._awaited and self._shadows:
+            emitted = sum(accepted + 1 for _, accepted in self._shadows.values())
+            longest = max(drafted for drafted, _ in self._shadows.values())
+            cost = self._plain_rounds(self._statuses, min(longest, self._longest))
+            self._probes.observe(emitted / len(self._shadows), cost)
+            self._shadows = {}
+
     def _meet(self, rows: Sequence[RowStatus], drafted: bool) -> None:
         """Rows are met once: by the try that their first round is, or by passing it over. The more
         of them were tried in vain, the more are passed over."""
@@ -258,7 +288,10 @@ class AdaptiveLength:
         The first plain round fills the pipeline: it is not compared. While parked, one in some is.
         """
         looked_at = not self.parked or self._rounds % _LOOK_EVERY == 0
-        if drafted or (looked_at and not self._drafted):
+        if self._shadow_time.running:
+            plain = self._seconds(rows, 0) * self._pace.drift
+            self._shadow_time.observe(seconds / plain)
+        elif drafted or (looked_at and not self._drafted):
             self._pace.observe(drafted, seconds / self._seconds(rows, drafted))
         self._drafted = drafted
         if not drafted:
@@ -342,14 +375,27 @@ class AdaptiveLength:
     # ------------------------------------------------------------------ probing while parked
 
     def _probe_due(self, rows: Sequence[RowStatus]) -> bool:
-        if not self.parked or not rows:
+        if not self.parked or not rows or self._awaited:
             return False
         if not self._skipping and any(self._unknown(row) for row in rows):
             return True
         if not self._probes.possible:
             return False
         extra = self._plain_rounds(rows, self._probe_length(rows)) - 1.0
-        return self._probes.due(extra / self._probe_share)
+        return self._probes.due(self._try_cost(extra) / self._probe_share)
+
+    def _shadow_pays(self, rows: Sequence[RowStatus], length: int) -> bool:
+        """It costs less than a round that verifies, which is not in vain: it gives tokens."""
+        extra = self._plain_rounds(rows, length) - 1.0
+        shared = self._shared.rates(self._longest)
+        each = [expected_tokens(self._rates_of(row, shared))[length] - 1.0 for row in rows]
+        return self._try_cost(extra) < extra - sum(each) / len(each) + _GAP
+
+    def _try_cost(self, extra: float) -> float:
+        """Of a try, in plain rounds; `extra` is that of a round that verifies it."""
+        seen = self._shadow_time.rounds
+        cost = _SHADOW_SHARE * extra if seen is None else min(seen, extra)
+        return cost if self._shadow_time.possible else extra
 
     def _unknown(self, row: RowStatus) -> bool:
         """A row that could draft and was in no round that did."""
@@ -359,6 +405,8 @@ class AdaptiveLength:
         if not drafted:
             self._probes.rest()
             return
+        if self._trial:
+            self._shadow_time.possible = False
         emitted = sum(outcome.accepted + 1 for outcome in outcomes) / len(outcomes)
         self._probes.observe(emitted, self._plain_rounds(self._statuses, drafted))
 
@@ -370,6 +418,38 @@ class AdaptiveLength:
         """The drafting length that would be best, were plain decoding not better."""
         speeds = self._speeds(rows)
         return max(range(1, len(speeds)), key=speeds.__getitem__)
+
+
+class ShadowTime:
+    """What a shadow takes, in plain rounds. Its work falls into the rounds that follow its launch.
+
+    Attributes:
+        possible: the last try could be one.
+        rounds: None before the first one.
+    """
+
+    def __init__(self) -> None:
+        self.possible = True
+        self.rounds: float | None = None
+        self._left = 0
+        self._taken = 0.0
+
+    @property
+    def running(self) -> bool:
+        """The rounds of a shadow are still to be observed."""
+        return self._left > 0
+
+    def begin(self) -> None:
+        self.possible = True
+        self._left, self._taken = _SHADOW_ROUNDS, -float(_SHADOW_ROUNDS)
+
+    def observe(self, rounds: float) -> None:
+        """A round that may hold a part of it took so many times what a plain one takes."""
+        self._left -= 1
+        self._taken += rounds
+        if not self._left:
+            seen = max(0.0, self._taken)
+            self.rounds = seen if self.rounds is None else (self.rounds + seen) / 2.0
 
 
 class Scores:
@@ -427,7 +507,7 @@ _STEEP = 1.25
 """The longest round costs so much more than the shortest, or scores are not looked at."""
 _WORTH = 1.03
 """A change has to promise this much..."""
-_WORTH_PARKING = 1.12
+_WORTH_PARKING = 1.06
 """...parking more, since a parked row learns slowly..."""
 _FIRST_DWELL = 2
 """Rounds before the first change. Later ones wait half as long as the policy is old, up to the
@@ -438,6 +518,11 @@ of its time, plain rounds are looked at: after so many rounds of drafting, so ma
 _LOOK_EVERY = 8
 """Plain rounds of a parked policy of which one is compared with the curves, and may be followed by
 a probe: whatever a policy does costs the host time in every round."""
+_SHADOW_SHARE, _SHADOW_ROUNDS = 0.5, 3
+"""What a shadow takes of the time that verifying its guesses would cost, before one was seen; and
+the rounds it may fall into."""
+_GAP = 0.3
+"""Plain rounds that are lost where a round that verifies interrupts them."""
 _MOST_ROWS = 256
 """Rows remembered, beyond those that are there."""
 _MOST_SKIPPED = 3
@@ -474,6 +559,15 @@ class Probes:
         wait = max(_PROBE_EVERY, min(self._interval, most))
         self._is_due = self._is_due or self._tries > 0 or self._plain >= wait
         return self._is_due
+
+    @property
+    def first(self) -> bool:
+        """The next try follows none that has paid for itself."""
+        return self._tries == 0
+
+    def begin(self) -> None:
+        """A try begins whose outcome comes later."""
+        self._is_due = False
 
     @property
     def convincing(self) -> bool:

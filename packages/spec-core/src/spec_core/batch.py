@@ -303,6 +303,8 @@ class Batch:
         """
         if lanes.drafter is None or not any(allowances(lanes, lanes.statuses())):
             return False
+        if lanes.wants_shadow:
+            return False
         if not lanes.drafter.needs_host_tokens or lanes.copier is not None:
             return True
         anchor, lanes.anchor = lanes.anchor, flight.tokens[:, 0]

@@ -18,7 +18,7 @@ _NOISE = 0.12
 """Standard deviations, in the logarithm of time: of one round..."""
 _DRIFT, _WANDER = 1.0, 0.03
 """...of the drift at first, and what each round adds..."""
-_ERROR, _AGEING = 0.3, 0.004
+_ERROR, _AGEING = 0.2, 0.004
 """...of an error at first, and what each round adds."""
 _ALIKE = 0.85
 """Correlation of the errors of two lengths that follow each other."""
@@ -57,6 +57,11 @@ class Pace:
         self._mean = self._mean + shared * (believed / variance)
         self._covariance = covariance - np.outer(shared, shared) / variance
         self._widen(length, abs(surprise - believed))
+
+    @property
+    def drift(self) -> float:
+        """What plain rounds take lately, as a multiple of what the curves say."""
+        return math.exp(self._mean[0])
 
     def factor(self, length: int) -> float:
         """What a round of this length takes in comparison with a plain one, as a multiple of what
