@@ -122,9 +122,10 @@ def measure(
     for trial in range(trials + 1):
         policies = {setting.name: setting.policy() for setting in settings}
         spent, decoded = dict.fromkeys(taken, 0.0), dict.fromkeys(taken, 0)
-        for prompt in prompts:
+        for turn, prompt in enumerate(prompts):
             texts = []
-            for setting in settings:
+            first = turn % len(settings)  # who begins changes: what came before may matter
+            for setting in [*settings[first:], *settings[:first]]:
                 seconds, text = decode(target, setting, policies[setting.name], prompt, tokens)
                 spent[setting.name] += seconds
                 decoded[setting.name] += len(text) - 1
@@ -183,13 +184,12 @@ def main() -> None:
     ]
     settings.append(Setting("auto", drafter, lambda: AdaptiveLength(curves)))
     prompts = read_prompts(arguments.prompts)
+    points = [[p.rows, p.length, p.depth, round(1e3 * p.seconds, 3)] for p in curves.points]
     sets = {}
     for name in arguments.sets:
         found = measure(target, settings, prompts[name], arguments.tokens, arguments.trials)
         sets[name] = verdict(found)
-        print(name, sets[name], flush=True)
-    points = [[p.rows, p.length, p.depth, round(1e3 * p.seconds, 3)] for p in curves.points]
-    write(arguments.out, {"tokens": arguments.tokens, "curves_ms": points, "sets": sets})
+        write(arguments.out, {"tokens": arguments.tokens, "curves_ms": points, "sets": sets})
 
 
 if __name__ == "__main__":

@@ -285,9 +285,9 @@ class AdaptiveLength:
     def _time_round(self, rows: Sequence[RowStatus], drafted: int, seconds: float) -> None:
         """Correct the curves; while drafting, now and then by plain rounds.
 
-        The first plain round fills the pipeline: it is not compared. While parked, one in some is.
+        The first plain round fills the pipeline: it is not compared. While parked, one in many is.
         """
-        looked_at = not self.parked or self._rounds % _LOOK_EVERY == 0
+        looked_at = not self.parked or self._rounds % _COMPARE_EVERY == 0
         if self._shadow_time.running:
             plain = self._seconds(rows, 0) * self._pace.drift
             self._shadow_time.observe(seconds / plain)
@@ -515,9 +515,9 @@ dwell time."""
 _SURE, _CHECK_EVERY, _CHECK_ROUNDS = 2.0, 12, 2
 """Where drafting is not better than plain decoding by so many standard deviations of what is known
 of its time, plain rounds are looked at: after so many rounds of drafting, so many."""
-_LOOK_EVERY = 8
-"""Plain rounds of a parked policy of which one is compared with the curves, and may be followed by
-a probe: whatever a policy does costs the host time in every round."""
+_LOOK_EVERY, _COMPARE_EVERY = 8, 32
+"""Plain rounds of a parked policy of which one may be followed by a probe; and of which one is
+compared with the curves: whatever a policy does costs the host time in every round."""
 _SHADOW_SHARE, _SHADOW_ROUNDS = 0.5, 3
 """What a shadow takes of the time that verifying its guesses would cost, before one was seen; and
 the rounds it may fall into."""
