@@ -503,8 +503,9 @@ _LATELY = 0.75
 """What the worth of blocks remembers of its past after each: expectations age quickly."""
 _UNCUT_EVERY = 32
 """Every so many rounds a block is verified whole, so that what was cut can prove better."""
-_STEEP = 1.25
-"""The longest round costs so much more than the shortest, or scores are not looked at."""
+_STEEP = 1.5
+"""The longest round costs so much more than the shortest, or scores are not looked at: the host
+would wait for the draft before it builds the verify."""
 _WORTH = 1.03
 """A change has to promise this much..."""
 _WORTH_PARKING = 1.06
