@@ -145,6 +145,7 @@ class AdaptiveLength:
         self._since_change = self._rounds = 0
         self._probes = Probes()
         self._skipping = self._skipped = 0
+        self._promising = False
         self._trial = False
         self._shadow_time = ShadowTime()
         self._shadows: dict[int, tuple[int, int]] = {}
@@ -263,15 +264,14 @@ class AdaptiveLength:
         if not self._awaited and self._shadows:
             emitted = sum(accepted + 1 for _, accepted in self._shadows.values())
             longest = max(drafted for drafted, _ in self._shadows.values())
-            cost = self._plain_rounds(self._statuses, min(longest, self._longest))
-            self._probes.observe(emitted / len(self._shadows), cost)
+            self._try_ended(emitted / len(self._shadows), min(longest, self._longest))
             self._shadows = {}
 
     def _meet(self, rows: Sequence[RowStatus], drafted: bool) -> None:
         """Rows are met once: by the try that their first round is, or by passing it over. The more
         of them were tried in vain, the more are passed over."""
         new = [row for row in rows if self._unknown(row)]
-        if not self.parked:
+        if not self.parked or self._promising:
             self._skipping = self._skipped = 0
         elif new and drafted:
             self._skipping = self._skipped = min(2 * self._skipped + 1, _MOST_SKIPPED)
@@ -408,7 +408,14 @@ class AdaptiveLength:
         if self._trial:
             self._shadow_time.possible = False
         emitted = sum(outcome.accepted + 1 for outcome in outcomes) / len(outcomes)
-        self._probes.observe(emitted, self._plain_rounds(self._statuses, drafted))
+        self._try_ended(emitted, drafted)
+
+    def _try_ended(self, emitted: float, length: int) -> None:
+        """So many tokens a row came of a try, or would have."""
+        speeds = self._speeds(self._statuses)
+        self._promising = max(speeds[1:]) > _PROMISING * speeds[0]
+        cost = self._plain_rounds(self._statuses, length)
+        self._probes.observe(emitted, cost, self._promising)
 
     def _plain_rounds(self, rows: Sequence[RowStatus], length: int) -> float:
         """What a round costs, in plain rounds."""
@@ -528,8 +535,11 @@ _MOST_ROWS = 256
 """Rows remembered, beyond those that are there."""
 _MOST_SKIPPED = 3
 """New rows that are passed over after one whose first round drafted in vain."""
-_PROBE_EVERY, _PROBE_AT_LEAST = 24, 400
-"""Plain rounds between two probes: after the first failure, and after many."""
+_PROBE_SOON, _PROBE_EVERY, _PROBE_AT_LEAST = 16, 24, 400
+"""Plain rounds between two probes: while drafting is promising, after the first failure that makes
+it less so, and after many."""
+_PROMISING = 0.97
+"""Tries are not made more rarely while drafting promises so much of the speed of plain decoding."""
 _CONVINCING = 2
 """Probes in a row that pay for themselves before drafting begins again."""
 
@@ -552,12 +562,12 @@ class Probes:
     @property
     def possible(self) -> bool:
         """A probe may be due; cheap to ask."""
-        looked_at = self._plain >= _PROBE_EVERY and self._plain % _LOOK_EVERY == 0
+        looked_at = self._plain >= _PROBE_SOON and self._plain % _LOOK_EVERY == 0
         return self._is_due or self._tries > 0 or looked_at
 
     def due(self, most: float) -> bool:
         """Whether to probe now; `most` plain rounds are enough for what a probe costs."""
-        wait = max(_PROBE_EVERY, min(self._interval, most))
+        wait = min(self._interval, max(_PROBE_EVERY, most))
         self._is_due = self._is_due or self._tries > 0 or self._plain >= wait
         return self._is_due
 
@@ -578,12 +588,14 @@ class Probes:
         """A plain round while parked."""
         self._plain += 1
 
-    def observe(self, emitted: float, cost: float) -> None:
-        """A try while parked: its tokens a row, and its cost in plain rounds."""
+    def observe(self, emitted: float, cost: float, promising: bool) -> None:
+        """A try while parked: its tokens a row, its cost in plain rounds, and whether what is
+        known by now comes close to plain decoding."""
         self._is_due = False
         self._tries += 1
         self._balance += emitted - cost
         if self._balance < 0.0:
-            self._interval = min(2 * self._interval, _PROBE_AT_LEAST)
+            wider = min(2 * self._interval, _PROBE_AT_LEAST)
+            self._interval = _PROBE_SOON if promising else wider
             self._plain = self._tries = 0
             self._balance = 0.0
