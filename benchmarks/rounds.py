@@ -191,20 +191,20 @@ def of_lengths(
     target: ModelTarget, arguments: argparse.Namespace, inner: Drafter | None
 ) -> list[dict[str, Any]]:
     """Parts and rounds of each length, taking turns."""
-    plain = median(rounds(target, None, 0, 64, arguments.rounds)[0] for _ in range(_TURNS))
-    results: list[dict[str, Any]] = [{"length": 0, "round_ms": round(1e3 * plain, 3)}]
+    results: list[dict[str, Any]] = []
     some = max(4, arguments.rounds // _TURNS)
     for length in arguments.lengths:
-        verifies, drafts = [], []
+        plains, verifies, drafts = [], [], []
         taken: dict[float, list[tuple[float, float]]] = {a: [] for a in arguments.acceptance}
         for _ in range(_TURNS):
+            plains.append(rounds(target, None, 0, 64, some)[0])
             verifies.append(verify_alone(target, length + 1, 64, some))
             if inner is not None:
                 drafts.append(draft_alone(inner, target, length, some))
             for acceptance, found in taken.items():
                 oracle = Oracle(target.info.vocab_size, acceptance, inner=inner)
                 found.append(rounds(target, oracle, length, 64, some))
-        draft, verify = median(drafts or [0.0]), median(verifies)
+        plain, draft, verify = median(plains), median(drafts or [0.0]), median(verifies)
         for acceptance, found in taken.items():
             seconds = median(each for each, _ in found)
             tokens = mean(each for _, each in found)
@@ -213,6 +213,7 @@ def of_lengths(
                     "length": length,
                     "acceptance": acceptance,
                     "round_ms": round(1e3 * seconds, 3),
+                    "plain_ms": round(1e3 * plain, 3),
                     "draft_ms": round(1e3 * draft, 3),
                     "verify_ms": round(1e3 * verify, 3),
                     "overhead_share": round(1 - (draft + verify) / seconds, 4),
