@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from spec_core import InvalidValueError, RowOutcome, RowStatus
-from spec_core.adaptive import AdaptiveLength, expected_tokens
+from spec_core.acceptance import expected_tokens
+from spec_core.adaptive import AdaptiveLength
 from spec_core.curves import CostCurves, RoundCost
 
 # Milliseconds of a round with 0..7 guesses, in the shapes that were met: nearly free columns,

@@ -349,6 +349,24 @@ def test_each_row_with_a_shadow_is_told_of_once_however_it_ends() -> None:
         assert len(tokens[key]) == request.max_tokens or tokens[key][-1] in request.end_tokens
 
 
+def test_a_shadow_ends_with_the_last_row() -> None:
+    """A client that hangs up must not leave a policy waiting for good."""
+    target, policy = TARGETS["dense"], Shadowing(5)
+    batch = Batch(target, drafters(target)["chain"], policy)
+    told = 0
+    for first in range(target.info.vocab_size):
+        prefill = batch.prefill(Request((first, 3), max_tokens=50))
+        prefill.step(100)
+        key = batch.join(prefill)
+        batch.step()
+        told += bool(policy.awaited)
+        batch.leave(key)
+        while batch.busy:
+            batch.step()
+        assert not policy.awaited
+    assert told
+
+
 def test_where_acceptance_is_by_chance_there_is_no_shadow() -> None:
     target, policy = TARGETS["dense"], Shadowing(3)
     sampling = SamplingParams(temperature=0.8)

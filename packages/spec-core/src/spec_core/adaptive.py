@@ -2,107 +2,49 @@
 second, and length 0 (parking) where plain decoding wins.
 
 Expected tokens of a round with L guesses are 1 + sum over k <= L of the product of the first k
-slots' acceptance. Slots are learnt from live rounds; a slot counts as tried only if all before it
-were accepted, so a fully accepted block says nothing about the slots beyond it.
+slots' acceptance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from spec_core.acceptance import Acceptance, expected_tokens
 from spec_core.curves import CostCurves
 from spec_core.pace import Pace
+from spec_core.probes import Probes, ShadowTime
+from spec_core.scores import Scores
 from spec_core.seams import RowOutcome, RowStatus
 
-_MEMORY, _SHORT_MEMORY = 0.96, 0.8
-"""What a slot remembers of its past after each new trial: about twenty-five trials, and five."""
-_SURPRISE, _TOLERANCE = 2.0, 0.1
-"""The short memory is believed where it differs by so many standard deviations, and by so much."""
-_FADING = 0.99
-"""The same after a round that did not reach the slot."""
-_GUESS_TRIALS = 3.0
-"""How many trials the first guess weighs in the shared experience..."""
-_SHARED_TRIALS = 20.0
-"""...and this in a row's own."""
-_FIRST_GUESS = 0.7
-"""Acceptance of a slot that nobody has tried yet."""
-
-
-class Share:
-    """How often trials pass, recent ones weighing more: a long memory, which is dropped for a
-    short one where that says something clearly different."""
-
-    __slots__ = ("_late_passed", "_late_squares", "_late_tried", "passed", "tried")
-
-    def __init__(self) -> None:
-        self.tried = self.passed = 0.0
-        self._late_tried = self._late_passed = self._late_squares = 0.0
-
-    def observe(self, passed: float) -> None:
-        """A trial that passed (1), did not (0), or would have with this probability."""
-        self.fade(_MEMORY)
-        self.tried += 1.0
-        self.passed += passed
-        self._late_tried = self._late_tried * _SHORT_MEMORY + 1.0
-        self._late_passed = self._late_passed * _SHORT_MEMORY + passed
-        self._late_squares = self._late_squares * _SHORT_MEMORY**2 + 1.0
-        share, late = self.passed / self.tried, self._late_passed / self._late_tried
-        trials = self._late_tried**2 / self._late_squares  # as many of equal weight
-        doubt = math.sqrt(share * (1.0 - share) / trials)
-        if abs(late - share) > _SURPRISE * doubt + _TOLERANCE:
-            self.tried, self.passed = self._late_tried, self._late_passed
-
-    def fade(self, memory: float) -> None:
-        """Weigh less, with the same value."""
-        self.tried *= memory
-        self.passed *= memory
-
-
-class Acceptance:
-    """Acceptance by slot, given that all earlier slots were accepted."""
-
-    def __init__(self) -> None:
-        self._slots: list[Share] = []
-
-    def observe(self, drafted: int, accepted: int, next_rate: float | None = None) -> None:
-        """What became of a block; `next_rate` is what the first slot behind it was good for, where
-        one was drafted and not verified."""
-        trials = [float(slot < accepted) for slot in range(min(drafted, accepted + 1))]
-        if next_rate is not None and accepted == drafted:
-            trials.append(next_rate)
-        while len(self._slots) < len(trials):
-            self._slots.append(Share())
-        for slot, share in enumerate(self._slots):
-            if slot < len(trials):
-                share.observe(trials[slot])
-            else:
-                share.fade(_FADING)
-
-    def rates(self, count: int, prior: Sequence[float] | None = None) -> list[float]:
-        """Expected acceptance of the first `count` slots; `prior` fills in for missing trials.
-
-        A slot that was never tried is expected to do as the one before it.
-        """
-        rates: list[float] = []
-        for slot in range(count):
-            expected, weight = rates[-1] if rates else _FIRST_GUESS, _GUESS_TRIALS
-            if prior is not None:
-                expected, weight = prior[slot], _SHARED_TRIALS
-            tried = passed = 0.0
-            if slot < len(self._slots):
-                tried, passed = self._slots[slot].tried, self._slots[slot].passed
-            rates.append((passed + weight * expected) / (tried + weight))
-        return rates
-
-
-def expected_tokens(rates: Iterable[float]) -> list[float]:
-    """Expected tokens of a round for each draft length 0, 1, ..., len(rates)."""
-    tokens, reached = [1.0], 1.0
-    for rate in rates:
-        reached *= rate
-        tokens.append(tokens[-1] + reached)
-    return tokens
+_UNCUT_EVERY = 32
+"""Every so many rounds a block is verified whole, so that what was cut can prove better."""
+_STEEP = 1.5
+"""The longest round costs so much more than the shortest, or scores are not looked at: the host
+would wait for the draft before it builds the verify."""
+_WORTH = 1.03
+"""A change has to promise this much..."""
+_WORTH_PARKING = 1.06
+"""...parking more, since a parked row learns slowly..."""
+_FIRST_DWELL = 2
+"""Rounds before the first change. Later ones wait half as long as the policy is old, up to the
+dwell time."""
+_SURE, _CHECK_EVERY, _CHECK_ROUNDS = 2.0, 12, 2
+"""Where drafting is not better than plain decoding by so many standard deviations of what is known
+of its time, plain rounds are looked at: after so many rounds of drafting, so many."""
+_GAP = 0.3
+"""Plain rounds that are lost where a round that verifies interrupts them."""
+_MOST_ROWS = 256
+"""Rows remembered, beyond those that are there."""
+_MOST_SKIPPED = 3
+"""New rows that are passed over after one whose first round drafted in vain."""
+_PROMISING = 0.97
+"""Tries are not made more rarely while drafting promises so much of the speed of plain decoding."""
+_COMPARE_EVERY = 32
+"""Plain rounds of a parked policy of which one is compared with the curves: whatever a policy does
+costs the host time in every round."""
+_SHADOW_SHARE = 0.5
+"""What a shadow takes of the time that verifying its guesses would cost, before one was seen."""
 
 
 class AdaptiveLength:
@@ -425,177 +367,3 @@ class AdaptiveLength:
         """The drafting length that would be best, were plain decoding not better."""
         speeds = self._speeds(rows)
         return max(range(1, len(speeds)), key=speeds.__getitem__)
-
-
-class ShadowTime:
-    """What a shadow takes, in plain rounds. Its work falls into the rounds that follow its launch.
-
-    Attributes:
-        possible: the last try could be one.
-        rounds: None before the first one.
-    """
-
-    def __init__(self) -> None:
-        self.possible = True
-        self.rounds: float | None = None
-        self._left = 0
-        self._taken = 0.0
-
-    @property
-    def running(self) -> bool:
-        """The rounds of a shadow are still to be observed."""
-        return self._left > 0
-
-    def begin(self) -> None:
-        self.possible = True
-        self._left, self._taken = _SHADOW_ROUNDS, -float(_SHADOW_ROUNDS)
-
-    def observe(self, rounds: float) -> None:
-        """A round that may hold a part of it took so many times what a plain one takes."""
-        self._left -= 1
-        self._taken += rounds
-        if not self._left:
-            seen = max(0.0, self._taken)
-            self.rounds = seen if self.rounds is None else (self.rounds + seen) / 2.0
-
-
-class Scores:
-    """What a drafter's confidence is worth, by slot: the acceptance seen at such scores.
-
-    A slot's score and its acceptance both presume that all slots before it were accepted. Only
-    the order of scores is believed, and that once there is experience with such scores.
-
-    Attributes:
-        speed: tokens a second of blocks cut by scores, lately; None before the first one.
-    """
-
-    def __init__(self) -> None:
-        self._shares: dict[tuple[int, int], Share] = {}
-        self._tokens = self._seconds = 0.0
-
-    @property
-    def speed(self) -> float | None:
-        return self._tokens / self._seconds if self._seconds else None
-
-    def worth(self, tokens: float, seconds: float) -> None:
-        """What a block is expected to give after its cut."""
-        self._tokens = _LATELY * self._tokens + tokens
-        self._seconds = _LATELY * self._seconds + seconds
-
-    def rate(self, slot: int, score: float, prior: float) -> float:
-        """Expected acceptance of a slot with this score; `prior` is that with any score."""
-        share = self._shares.get(_score_class(slot, score))
-        tried, passed = (0.0, 0.0) if share is None else (share.tried, share.passed)
-        return (passed + _SCORE_TRIALS * prior) / (tried + _SCORE_TRIALS)
-
-    def rates(self, scores: Sequence[float], priors: Sequence[float]) -> list[float]:
-        """Expected acceptance of a block's slots; priors may be more."""
-        known = zip(scores, priors, strict=False)
-        return [self.rate(slot, score, prior) for slot, (score, prior) in enumerate(known)]
-
-    def observe(self, scores: Sequence[float], drafted: int, accepted: int) -> None:
-        for slot in range(min(drafted, accepted + 1)):
-            key = _score_class(slot, scores[slot])
-            self._shares.setdefault(key, Share()).observe(float(slot < accepted))
-
-
-def _score_class(slot: int, score: float) -> tuple[int, int]:
-    """Slots one by one, then in pairs and fours; scores in fifths."""
-    return min(slot, 2) if slot < 4 else slot.bit_length(), min(int(5.0 * score), 4)
-
-
-_SCORE_TRIALS = 5.0
-"""How many trials the rate with any score weighs."""
-_LATELY = 0.75
-"""What the worth of blocks remembers of its past after each: expectations age quickly."""
-_UNCUT_EVERY = 32
-"""Every so many rounds a block is verified whole, so that what was cut can prove better."""
-_STEEP = 1.5
-"""The longest round costs so much more than the shortest, or scores are not looked at: the host
-would wait for the draft before it builds the verify."""
-_WORTH = 1.03
-"""A change has to promise this much..."""
-_WORTH_PARKING = 1.06
-"""...parking more, since a parked row learns slowly..."""
-_FIRST_DWELL = 2
-"""Rounds before the first change. Later ones wait half as long as the policy is old, up to the
-dwell time."""
-_SURE, _CHECK_EVERY, _CHECK_ROUNDS = 2.0, 12, 2
-"""Where drafting is not better than plain decoding by so many standard deviations of what is known
-of its time, plain rounds are looked at: after so many rounds of drafting, so many."""
-_LOOK_EVERY, _COMPARE_EVERY = 8, 32
-"""Plain rounds of a parked policy of which one may be followed by a probe; and of which one is
-compared with the curves: whatever a policy does costs the host time in every round."""
-_SHADOW_SHARE, _SHADOW_ROUNDS = 0.5, 3
-"""What a shadow takes of the time that verifying its guesses would cost, before one was seen; and
-the rounds it may fall into."""
-_GAP = 0.3
-"""Plain rounds that are lost where a round that verifies interrupts them."""
-_MOST_ROWS = 256
-"""Rows remembered, beyond those that are there."""
-_MOST_SKIPPED = 3
-"""New rows that are passed over after one whose first round drafted in vain."""
-_PROBE_SOON, _PROBE_EVERY, _PROBE_AT_LEAST = 16, 24, 400
-"""Plain rounds between two probes: while drafting is promising, after the first failure that makes
-it less so, and after many."""
-_PROMISING = 0.97
-"""Tries are not made more rarely while drafting promises so much of the speed of plain decoding."""
-_CONVINCING = 2
-"""Probes in a row that pay for themselves before drafting begins again."""
-
-
-class Probes:
-    """When a parked policy tries a draft: after ever more plain rounds.
-
-    Tries that have paid for themselves so far cost nothing, so further ones follow at once; what
-    they teach decides whether drafting begins again. A try that is due stays due: the round in
-    flight, which ends before it can begin, does not call it off.
-    """
-
-    def __init__(self) -> None:
-        self._interval = _PROBE_EVERY
-        self._plain = 0
-        self._tries = 0
-        self._balance = 0.0
-        self._is_due = False
-
-    @property
-    def possible(self) -> bool:
-        """A probe may be due; cheap to ask."""
-        looked_at = self._plain >= _PROBE_SOON and self._plain % _LOOK_EVERY == 0
-        return self._is_due or self._tries > 0 or looked_at
-
-    def due(self, most: float) -> bool:
-        """Whether to probe now; `most` plain rounds are enough for what a probe costs."""
-        wait = min(self._interval, max(_PROBE_EVERY, most))
-        self._is_due = self._is_due or self._tries > 0 or self._plain >= wait
-        return self._is_due
-
-    @property
-    def first(self) -> bool:
-        """The next try follows none that has paid for itself."""
-        return self._tries == 0
-
-    def begin(self) -> None:
-        """A try begins whose outcome comes later."""
-        self._is_due = False
-
-    @property
-    def convincing(self) -> bool:
-        return self._tries >= _CONVINCING
-
-    def rest(self) -> None:
-        """A plain round while parked."""
-        self._plain += 1
-
-    def observe(self, emitted: float, cost: float, promising: bool) -> None:
-        """A try while parked: its tokens a row, its cost in plain rounds, and whether what is
-        known by now comes close to plain decoding."""
-        self._is_due = False
-        self._tries += 1
-        self._balance += emitted - cost
-        if self._balance < 0.0:
-            wider = min(2 * self._interval, _PROBE_AT_LEAST)
-            self._interval = _PROBE_SOON if promising else wider
-            self._plain = self._tries = 0
-            self._balance = 0.0

@@ -22,6 +22,7 @@ from spec_core.round import (
     Row,
     allowances,
     commit,
+    end_shadows,
     launch,
     propose,
     settle,
@@ -334,6 +335,7 @@ class Batch:
             return
         order = _fill_holes([row.finish is None for row in lanes.rows])
         if not order:
+            end_shadows(lanes)
             self._lanes = None
             return
         lanes.state.select(order)

@@ -285,6 +285,12 @@ def _follow_shadows(lanes: Lanes, new: Proposal | None, outcomes: Sequence[RowOu
     lanes.shadows = undecided
 
 
+def end_shadows(lanes: Lanes) -> None:
+    """No row is left that guesses could be compared with: tell the policy."""
+    if lanes.shadows:
+        _follow_shadows(lanes, None, [])
+
+
 def allowances(lanes: Lanes, statuses: Sequence[RowStatus]) -> list[int]:
     """Guesses to ask for in each row: the policy's wish, the row's cap, the budget, and what the
     drafter has."""
