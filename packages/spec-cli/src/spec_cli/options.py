@@ -39,7 +39,9 @@ def draft_length(context: click.Context, parameter: click.Parameter, value: str 
     if text == "full":
         return None
     if not text.isdecimal():
-        raise click.BadParameter(f"{text!r} is neither a whole number nor 'full' nor 'auto'")
+        raise click.BadParameter(
+            f"{text!r} is neither a whole number (0 or more) nor 'full' nor 'auto'"
+        )
     return int(text)
 
 
