@@ -31,8 +31,6 @@ SHAPES = {  # outputs x inputs of Qwen3-4B
 GROUP, CHAIN = 64, 24
 
 Packed = tuple[mx.array, ...]
-
-
 Multiply = Callable[[mx.array, Packed], mx.array]
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from spec_core.conformance.drafter import check_drafter
 from spec_core.errors import InvalidValueError, SeamError, UnsupportedError
 from spec_core.testing import TinyTarget
+from spec_drafters import block_state
 from spec_drafters.block import BlockDrafter
 from spec_drafters.block_state import BlockState
 from spec_drafters.load import load_drafter
@@ -95,9 +96,13 @@ def test_context_does_not_depend_on_its_chunks(name: str, sizes: list[int]) -> N
         close(parts.per_token[key].array, entry.array, 1e-5)
 
 
+@pytest.mark.parametrize("beside_host", [False, True])
 @pytest.mark.parametrize("name", ["dspark_qwen3", "dflash_gemma4"])
-def test_columns_that_come_one_by_one_count_at_once_and_draft_alike(name: str) -> None:
+def test_columns_that_come_one_by_one_count_at_once_and_draft_alike(
+    name: str, beside_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They wait to be projected together; nobody can tell, whatever interrupts them."""
+    monkeypatch.setattr(block_state, "runs_beside_host", lambda: beside_host)
     drafter = Golden.named(name).drafter()
     taps = random_taps(drafter, 2, 41)
     wanted, state = told(drafter, taps), drafter.new_state(2)
@@ -112,6 +117,25 @@ def test_columns_that_come_one_by_one_count_at_once_and_draft_alike(name: str) -
     other, expected = logits(drafter, wanted, [9, 9])
     close(got, expected, 1e-5)
     assert tokens.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize("beside_host", [False, True])
+def test_columns_that_are_not_kept_leave_no_trace(
+    beside_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_state, "runs_beside_host", lambda: beside_host)
+    drafter = Golden.named("dspark_qwen3").drafter()
+    taps = random_taps(drafter, 1, 48)
+    kept, state = [3, 1, 1, 7, 1], drafter.new_state(1)
+    at = 0
+    for keep in kept:
+        columns = [tap[:, at : at + 8] for tap in taps]
+        drafter.extend(state, mx.zeros((1, 8), dtype=mx.int32), columns, [keep])
+        at += keep
+        assert state.lengths == [at]
+    _, got = logits(drafter, state, [9])
+    _, expected = logits(drafter, told(drafter, [tap[:, :at] for tap in taps]), [9])
+    close(got, expected, 1e-5)
 
 
 @pytest.mark.parametrize("name", ALL)

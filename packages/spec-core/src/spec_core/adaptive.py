@@ -90,7 +90,7 @@ class AdaptiveLength:
         self._promising = False
         self._trial = False
         self._shadow_time = ShadowTime()
-        self._shadows: dict[int, tuple[int, int]] = {}
+        self._shadows: list[tuple[int, int]] = []
         self._awaited = 0
         self._cut: dict[int, tuple[Sequence[float], int]] = {}
 
@@ -202,12 +202,12 @@ class AdaptiveLength:
             if key in self._rows:
                 self._rows[key].observe(drafted, accepted)
             self._shared.observe(drafted, accepted)
-            self._shadows[key] = (drafted, accepted)
+            self._shadows.append((drafted, accepted))
         if not self._awaited and self._shadows:
-            emitted = sum(accepted + 1 for _, accepted in self._shadows.values())
-            longest = max(drafted for drafted, _ in self._shadows.values())
-            self._try_ended(emitted / len(self._shadows), min(longest, self._longest))
-            self._shadows = {}
+            emitted = sum(accepted + 1 for _, accepted in self._shadows)
+            longest = max(drafted for drafted, _ in self._shadows)
+            self._try_ended(emitted / len(self._shadows), longest)
+            self._shadows = []
 
     def _meet(self, rows: Sequence[RowStatus], drafted: bool) -> None:
         """Rows are met once: by the try that their first round is, or by passing it over. The more

@@ -304,7 +304,7 @@ class Batch:
         """
         if lanes.drafter is None or not any(allowances(lanes, lanes.statuses())):
             return False
-        if lanes.wants_shadow:
+        if lanes.wants_shadow:  # it is made beside a plain round
             return False
         if not lanes.drafter.needs_host_tokens or lanes.copier is not None:
             return True

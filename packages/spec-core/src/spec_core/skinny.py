@@ -39,9 +39,9 @@ def fits(weight: mx.array) -> bool:
 
 
 def serves(x: mx.array, weight: mx.array) -> bool:
-    """Whether `multiply` serves these rows, too."""
+    """Whether `multiply` serves these rows with a matrix that fits (a stack of them: no)."""
     rows = math.prod(x.shape[:-1])
-    return FEWEST_ROWS <= rows <= MOST_ROWS and x.dtype == weight.dtype
+    return FEWEST_ROWS <= rows <= MOST_ROWS and x.dtype == weight.dtype and weight.ndim == 2
 
 
 def multiply(x: mx.array, weight: mx.array) -> mx.array:
@@ -51,12 +51,13 @@ def multiply(x: mx.array, weight: mx.array) -> mx.array:
     """
     *batch, inputs = x.shape
     outputs, rows = weight.shape[0], math.prod(batch)
-    threads = 32 * (_MANY_WARPS if inputs >= _MANY_INPUTS else _WARPS)
+    warps = _MANY_WARPS if inputs >= _MANY_INPUTS else _WARPS
+    threads = 32 * warps
     product: list[mx.array] = _kernel()(
         inputs=[x, weight],
         template=[
             ("TILES", -(-rows // 8)),
-            ("WARPS", threads // 32),
+            ("WARPS", warps),
             ("HALF", x.dtype == mx.float16),
             ("OUT", x.dtype),
         ],

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from spec_core.device import runs_beside_host
 from spec_core.errors import SeamError
 from spec_core.seams import Chooser, DrafterState, EmbeddingLender, Proposal
 from spec_drafters.backbone import BlockBackbone
@@ -104,8 +103,6 @@ class BlockDrafter:
             raise SeamError(f"keep is {list(keep)} of {taps[0].shape[1]} forwarded columns")
         if not columns:
             return
-        if columns < taps[0].shape[1] and not runs_beside_host():  # shapes: see BlockState
-            taps = [tap[:, :columns] for tap in taps]
         held.extend(taps, keep)
 
     def propose(

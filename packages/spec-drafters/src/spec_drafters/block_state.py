@@ -18,8 +18,7 @@ from spec_drafters.spec import LayerAttention
 Project = Callable[[Sequence[mx.array], Offset], Sequence[KeysValues]]
 
 _MOST_WAITING, _GROUP = 256, 32
-"""Columns that may wait on a CPU; and elsewhere, where every group has this very size, since a GPU
-plans its work anew for every new shape, which takes longer than the work."""
+"""Columns that may wait on a CPU, and on a GPU."""
 
 
 class BlockState:
@@ -30,7 +29,9 @@ class BlockState:
 
     Columns that come one by one, as in plain decoding, wait until they are needed or many, and are
     projected together: alone each would cost as much as all of them, and a row that never drafts
-    again needs none.
+    again needs none. A GPU plans its work anew for every new shape, which takes longer than the
+    work: there every such group is filled up to one size, and columns that are not kept are
+    projected with those that are.
 
     Args:
         attention: of each layer.
@@ -44,6 +45,8 @@ class BlockState:
     ) -> None:
         self._project = project
         self._waiting: list[Sequence[mx.array]] = []
+        self._fixed_shapes = runs_beside_host()
+        self._most_waiting = _GROUP if self._fixed_shapes else _MOST_WAITING
         self._attention = tuple(attention)
         self._clock = RowClock(rows)
         self._origins = [start] * rows
@@ -61,9 +64,11 @@ class BlockState:
 
     def extend(self, taps: Sequence[mx.array], keep: Sequence[int]) -> None:
         """Append the first keep[b] columns of row b; taps are [B, columns, H]. Lazy."""
+        if max(keep) < taps[0].shape[1] and not self._fixed_shapes:
+            taps = [tap[:, : max(keep)] for tap in taps]
         if taps[0].shape[1] == 1 and all(keep):
             self._waiting.append(taps)
-            if len(self._waiting) == (_GROUP if runs_beside_host() else _MOST_WAITING):
+            if len(self._waiting) == self._most_waiting:
                 self.settle()
             return
         self.settle()
@@ -74,8 +79,8 @@ class BlockState:
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             count = len(waiting)
-            if runs_beside_host():
-                waiting += waiting[-1:] * (_GROUP - count)
+            if self._fixed_shapes:
+                waiting += waiting[-1:] * (self._most_waiting - count)
             taps = [mx.concatenate(list(each), axis=1) for each in zip(*waiting, strict=True)]
             self._append(taps, [count] * self.rows)
 

@@ -69,7 +69,7 @@ class _Skinny:
     weight: mx.array
 
     def __call__(self, x: mx.array) -> mx.array:
-        if self.weight.ndim == 2 and skinny.serves(x, self.weight):
+        if skinny.serves(x, self.weight):
             return skinny.multiply(x, self.weight)
         return x @ self.weight.swapaxes(-1, -2)
 

@@ -70,7 +70,7 @@ def lay_out(model: Module) -> None:
     modules: Iterable[Module] = model.modules()  # type: ignore[no-untyped-call]
     if on_cuda():
         for module in modules:
-            module.__class__ = _on_cuda(module)
+            module.__class__ = _class_on_cuda(module)
     if not blas.prefers_columns():
         return
     head = _embedding_as_head(model)
@@ -79,7 +79,7 @@ def lay_out(model: Module) -> None:
             _by_columns(module)
 
 
-def _on_cuda(module: Module) -> type[Module]:
+def _class_on_cuda(module: Module) -> type[Module]:
     """The class that multiplies as CUDA does it fastest."""
     kind = type(module)
     if kind in _SKINNY:
