@@ -153,7 +153,7 @@ def test_killed_while_it_writes_under_traffic(folders: Folders, tmp_path: Path, 
     for kill in range(kills):
         with serving(model, kept) as server:
             traffic = Traffic(server, texts, kill)
-            while traffic.right < 4:
+            while traffic.right < 8:
                 time.sleep(0.01)
             time.sleep(chance.random() * 0.5)
             server.end(signal.SIGKILL)
