@@ -28,6 +28,16 @@ def policy(curve: Sequence[float]) -> AdaptiveLength:
     return AdaptiveLength(CostCurves(RoundCost(1, n, 0, ms) for n, ms in enumerate(curve)))
 
 
+AHEAD = 0.85
+"""How much of a plain round that was launched ahead is computed before its predecessor settles."""
+
+
+def plain_time(each: float, launched: bool, ahead: bool) -> float:
+    """Of a plain round in a pipeline: the first one also waits for most of the second, the last one
+    for little. `launched`: it was launched ahead; `ahead`: so is the next one."""
+    return each * (1.0 + AHEAD * (ahead - launched))
+
+
 def simulate(
     adaptive: AdaptiveLength,
     curve: Sequence[float],
@@ -51,10 +61,11 @@ def simulate(
         accepted = 0
         while accepted < length and rng.random() < accepts(accepted):
             accepted += 1
-        taken = curve[length] * (1 + noise * (rng.random() - 0.5))
-        tokens, time = tokens + accepted + 1, time + taken
+        ahead = not length and not any(adaptive.lengths([row]))
+        taken = curve[length] if length else plain_time(curve[0], launched, ahead)
+        taken *= 1 + noise * (rng.random() - 0.5)
+        tokens, time, launched = tokens + accepted + 1, time + taken, ahead
         outcome = RowOutcome(0, tuple(range(accepted + 1)), length, accepted)
-        launched = not length and not any(adaptive.lengths([row]))
         adaptive.observe([outcome], taken)
         history.append(adaptive.length)
     return tokens / time, history
@@ -196,53 +207,100 @@ right there (a small model and its DSpark drafter)."""
 HARD = ("bytes", "prose", "foreign")
 
 
+CATCH_UP = 0.15
+"""What the first round that drafts takes on top, as a share of a plain one: a drafter that was
+parked makes up for what it was spared."""
+
+
+class Reader:
+    """Goes through a recorded answer, as a batch does: plain rounds are launched ahead, and tries
+    are shadows where the time of a draft is given."""
+
+    def __init__(
+        self, key: int, right: Sequence[int], policy: AdaptiveLength | int, draft: float | None
+    ) -> None:
+        self.key, self.right, self.policy, self.draft = key, right, policy, draft
+        self.at, self.tokens, self.time = 0, 0, 0.0
+        self.shadow, self.shadow_time = (0, 0), 0.0
+
+    def wish(self) -> int:
+        """Guesses for the round that is launched next; a trial begins beside it."""
+        row = RowStatus(self.key, self.at + 100, len(self.right) - self.at + 1)
+        if isinstance(self.policy, int):
+            return min(self.policy, row.remaining - 1)
+        length = min(self.policy.lengths([row])[0], row.remaining - 1)
+        if length and self.policy.trial and self.draft is not None:
+            self.policy.shadowed([row])
+            self.shadow, self.shadow_time, length = (self.at, length), self.draft, 0
+        return length
+
+    def read(self, curve: Sequence[float]) -> None:
+        launched, drafted = False, True
+        while self.at < len(self.right):
+            length = 0 if launched else self.wish()
+            taken, self.shadow_time = self.shadow_time, 0.0
+            ahead = not length and self.at + 1 < len(self.right) and not self.wish()
+            taken += curve[length] if length else plain_time(curve[0], launched, ahead)
+            taken += 0.0 if drafted or not length else CATCH_UP * curve[0]
+            launched, drafted = ahead, bool(length)
+            self._settle(length, taken)
+
+    def _settle(self, length: int, taken: float) -> None:
+        accepted = min(length, self.right[self.at])
+        self.at += accepted + 1
+        self.tokens += accepted + 1
+        self.time += taken
+        if isinstance(self.policy, int):
+            return
+        begun, guesses = self.shadow
+        if guesses and self.at > begun:
+            right, ended = self.right[begun], self.at >= len(self.right)
+            agreed = min(guesses, right, self.at - begun)
+            if ended or agreed in (guesses, right):
+                known = agreed if ended and agreed < right else guesses
+                self.policy.observe_shadow(self.key, known, agreed)
+                self.shadow = (0, 0)
+        outcome = RowOutcome(self.key, (1,) * (accepted + 1), length, accepted)
+        self.policy.observe([outcome], taken)
+
+
 def read_on(
     answers: Sequence[Sequence[int]],
     curve: Sequence[float],
     choose: AdaptiveLength | int,
     draft: float | None = None,
 ) -> float:
-    """Tokens a millisecond over recorded answers, one after the other. Where the time of a draft
-    is given, tries are made as shadows."""
-    tokens = time = 0.0
-    for key, right in enumerate(answers):
-        at, shadow = 0, (0, 0)
-        while at < len(right):
-            row = RowStatus(key, at + 100, len(right) - at + 1)
-            length = choose if isinstance(choose, int) else choose.lengths([row])[0]
-            length, taken = max(0, min(length, row.remaining - 1)), 0.0
-            if not isinstance(choose, int) and length and choose.trial and draft is not None:
-                choose.shadowed([row])
-                shadow, length, taken = (at, length), 0, draft
-            accepted = min(length, right[at])
-            tokens, taken = tokens + accepted + 1, taken + curve[length]
-            time += taken
-            at += accepted + 1
-            if not isinstance(choose, int):
-                begun, guesses = shadow
-                agreed = min(guesses, right[begun], at - begun)
-                if guesses and (agreed in (guesses, right[begun]) or at >= len(right)):
-                    known = agreed if at >= len(right) and agreed < right[begun] else guesses
-                    choose.observe_shadow(key, known, agreed)
-                    shadow = (0, 0)
-                outcome = RowOutcome(key, (1,) * (accepted + 1), length, accepted)
-                choose.observe([outcome], taken)
-    return tokens / time
+    """Tokens a millisecond over recorded answers, one after the other."""
+    readers = [Reader(key, right, choose, draft) for key, right in enumerate(answers)]
+    for reader in readers:
+        reader.read(curve)
+    return sum(reader.tokens for reader in readers) / sum(reader.time for reader in readers)
 
 
-@pytest.mark.parametrize("draft", [None, 0.1, 0.6])
 @pytest.mark.parametrize("curve", [*ALL_CURVES, BLAS])
 @pytest.mark.parametrize("kind", RECORDED)
 def test_on_recorded_text_it_is_never_slower_and_close_to_the_best_length(
-    curve: list[float], kind: str, draft: float | None
+    curve: list[float], kind: str
 ) -> None:
-    """With tries that verify, and with shadows that cost so much of a plain round."""
-    answers = 4 * RECORDED[kind]
-    fixed = [read_on(answers, curve, length) for length in range(len(curve))]
-    each = None if draft is None else draft * curve[0]
-    reached = read_on(answers, curve, policy(curve), each)
-    assert reached >= 0.98 * fixed[0]
-    assert reached >= (0.93 if kind not in HARD else 0.95) * max(fixed)
+    """With tries that verify, and with shadows that cost so much of a plain round; in several
+    orders, since one try that comes a token earlier changes all that follow it."""
+    orders = [4 * (RECORDED[kind][n:] + RECORDED[kind][:n]) for n in range(3)]
+    fixed = [read_on(orders[0], curve, length) for length in range(len(curve))]
+    shadows = [None, 0.1 * curve[0], 0.6 * curve[0]]
+    reached = [read_on(order, curve, policy(curve), each) for order in orders for each in shadows]
+    mean = sum(reached) / len(reached)
+    assert min(reached) >= 0.96 * fixed[0]
+    assert mean >= 0.98 * fixed[0]
+    assert mean >= 0.96 * max(fixed)
+
+
+@pytest.mark.parametrize("kind", ["chat", "copy", "math"])
+def test_true_curves_stay_believed(kind: str) -> None:
+    """The ends of a run of plain rounds take more or less than a plain round: not the curve's
+    fault."""
+    adaptive = policy(BLAS)
+    read_on(4 * RECORDED[kind], BLAS, adaptive)
+    assert all(0.92 < adaptive._pace.factor(length) < 1.08 for length in range(8))
 
 
 BUSY = [19.6, 26.6, 22.5, 28.2, 35.0, 33.0, 43.5, 38.4]

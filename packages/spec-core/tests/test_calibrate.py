@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from spec_core import CostCurves, FreeDrafter, RowOutcome, calibrate
+from spec_core import CostCurves, FreeDrafter, RowOutcome, RowStatus, calibrate
 from spec_core.calibrate import _ladder, _Meter, _thinned
 from spec_core.testing import NoisyOracle, TinyDrafter, TinyTarget
 
@@ -65,4 +65,21 @@ def test_a_length_is_timed_by_rounds_of_that_length() -> None:
     meter._dial.observe = observe  # type: ignore[method-assign]
     for length in (0, 3, 6, 1, 0, 0, 6):
         observed += meter._rounds(length)
-    assert observed == [0, 0, 3, 3, 6, 6, 1, 1, 0, 0, 0, 0, 6, 6]
+    assert observed == [each for each in (0, 3, 6, 1, 0, 0, 6) for _ in range(3)]
+
+
+def test_every_length_is_timed_at_the_depth_that_it_says() -> None:
+    """However much is accepted meanwhile."""
+    meter = _Meter(TARGET, NoisyOracle(TARGET, 1.0, max_block=6), 2, 8)
+    depths: list[int] = []
+    ask = meter._dial.lengths
+
+    def lengths(rows: Sequence[RowStatus]) -> Sequence[int]:
+        depths.extend(row.length for row in rows)
+        return ask(rows)
+
+    meter._dial.lengths = lengths  # type: ignore[method-assign]
+    for length in 5 * [0, 3, 6]:
+        meter._rounds(length)
+    assert min(depths) == 8
+    assert max(depths) <= 8 + 3 * (6 + 1)

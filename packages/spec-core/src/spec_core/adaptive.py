@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from spec_core.acceptance import Acceptance, expected_tokens
 from spec_core.curves import CostCurves
-from spec_core.pace import Pace
+from spec_core.pace import NOISE, Pace
 from spec_core.probes import Probes, ShadowTime
 from spec_core.scores import Scores
 from spec_core.seams import RowOutcome, RowStatus
@@ -25,11 +25,11 @@ would wait for the draft before it builds the verify."""
 _WORTH = 1.03
 """A change has to promise this much..."""
 _WORTH_PARKING = 1.06
-"""...parking more, since a parked row learns slowly..."""
+"""...parking more, since a parked row learns slowly."""
 _FIRST_DWELL = 2
 """Rounds before the first change. Later ones wait half as long as the policy is old, up to the
 dwell time."""
-_SURE, _CHECK_EVERY, _CHECK_ROUNDS = 2.0, 12, 2
+_SURE, _CHECK_EVERY, _CHECK_ROUNDS = 2.0, 12, 3
 """Where drafting is not better than plain decoding by so many standard deviations of what is known
 of its time, plain rounds are looked at: after so many rounds of drafting, so many."""
 _GAP = 0.3
@@ -43,6 +43,8 @@ _PROMISING = 0.97
 _COMPARE_EVERY = 32
 """Plain rounds of a parked policy of which one is compared with the curves: whatever a policy does
 costs the host time in every round."""
+_FIRST_NOISE = 0.2
+"""Standard deviation, in the logarithm, of the time of the first round that drafts."""
 _SHADOW_SHARE = 0.5
 """What a shadow takes of the time that verifying its guesses would cost, before one was seen."""
 
@@ -81,6 +83,7 @@ class AdaptiveLength:
         self._checks = self._unchecked = 0
         self._check_every = _CHECK_EVERY
         self._drafted = 0
+        self._plain_ratio: float | None = None
         self._scores = Scores()
         self._cuts = scores and self._longest > 1 and self._columns_cost()
         self._length = self._opening()
@@ -155,8 +158,6 @@ class AdaptiveLength:
         taken = [self._time(rows, width) for width in range(len(total))]
         speeds = [tokens / seconds for tokens, seconds in zip(total, taken, strict=True)]
         best = max(range(1, len(speeds)), key=speeds.__getitem__)
-        if speeds[best] < _WORTH * speeds[-1]:
-            best = len(speeds) - 1
         self._scores.worth(total[best], taken[best])
         return best
 
@@ -227,14 +228,22 @@ class AdaptiveLength:
     def _time_round(self, rows: Sequence[RowStatus], drafted: int, seconds: float) -> None:
         """Correct the curves; while drafting, now and then by plain rounds.
 
-        The first plain round fills the pipeline: it is not compared. While parked, one in many is.
+        Plain rounds are compared only among their like: the first one fills the pipeline, the last
+        was computed while the one before it was waited for. The first that drafts makes up for what
+        a parked drafter was spared: it counts for less. While parked, one round in many is
+        compared.
         """
-        looked_at = not self.parked or self._rounds % _COMPARE_EVERY == 0
+        ratio = seconds / self._seconds(rows, drafted)
+        alike = bool(drafted) == bool(self._drafted)
+        held, self._plain_ratio = self._plain_ratio, None
+        if held is not None and not drafted:
+            self._pace.observe(0, held)
         if self._shadow_time.running:
-            plain = self._seconds(rows, 0) * self._pace.drift
-            self._shadow_time.observe(seconds / plain)
-        elif drafted or (looked_at and not self._drafted):
-            self._pace.observe(drafted, seconds / self._seconds(rows, drafted))
+            self._shadow_time.observe(ratio / self._pace.drift)
+        elif drafted:
+            self._pace.observe(drafted, ratio, noise=NOISE if alike else _FIRST_NOISE)
+        elif alike and (not self.parked or self._rounds % _COMPARE_EVERY == 0):
+            self._plain_ratio = ratio
         self._drafted = drafted
         if not drafted:
             self._checks, self._unchecked = max(0, self._checks - 1), 0
@@ -275,8 +284,8 @@ class AdaptiveLength:
         best = max(range(len(speeds)), key=speeds.__getitem__)
         gain = speeds[best] / speeds[self._length]
         self._check(math.log(speeds[self._length] / speeds[0]))
-        worth = _WORTH if best else _WORTH_PARKING
         patience = min(max(_FIRST_DWELL, self._rounds // 2), self._dwell)
+        worth = _WORTH if best else _WORTH_PARKING
         if best != self._length and gain > worth and self._since_change >= patience:
             self._length = best
             self._since_change = 0

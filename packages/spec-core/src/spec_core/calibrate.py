@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from spec_core.batch import Batch
+from spec_core.batch import Batch, RowImage
 from spec_core.curves import CostCurves, RoundCost
 from spec_core.policy import FixedLength
 from spec_core.request import Request
@@ -78,7 +78,7 @@ def calibrate(
 
 def _least_time(seconds: float) -> float:
     """What measuring a round that takes so long takes at least."""
-    return seconds * _FEWEST_SWEEPS * (_ROUNDS + 1)
+    return seconds * _FEWEST_SWEEPS * (_ROUNDS + 2)
 
 
 def _ladder(top: int) -> list[int]:
@@ -116,16 +116,17 @@ class _Meter:
     """Rows of arbitrary text at one depth, decoded for timing only."""
 
     def __init__(self, target: Target, drafter: Drafter, rows: int, depth: int) -> None:
+        self._target, self._drafter = target, drafter
         self._rows, self._depth, self._dial = rows, depth, _Dial()
-        self._batch = Batch(target, drafter, self._dial)
         vocab = target.info.vocab_size
         started = time.perf_counter()
+        self._kept: list[tuple[Request, RowImage]] = []
         for row in range(rows):
             prompt = tuple((row + 7 * i * i + 3 * i) % vocab for i in range(depth))
-            prefill = self._batch.prefill(Request(prompt, max_tokens=2**30))
-            while prefill.step(depth) is None:
-                pass
-            self._batch.join(prefill)
+            request = Request(prompt, max_tokens=2**30)
+            prefill = Batch(target, drafter).prefill(request)
+            prefill.step(depth - 1)
+            self._kept.append((request, prefill.image()))
         self.prefill_seconds = (time.perf_counter() - started) / rows
 
     def once(self, lengths: Sequence[int]) -> float:
@@ -152,16 +153,21 @@ class _Meter:
         ]
 
     def _rounds(self, length: int) -> list[float]:
-        """Seconds of rounds of a length. The first after a change is not counted: it is a plain one
-        that was launched ahead, or one that fills the pipeline."""
+        """Seconds of rounds of a length, from the depth on. The first is not counted: caches grow,
+        and the pipeline of plain rounds fills."""
+        batch = Batch(self._target, self._drafter, self._dial)
+        for request, image in self._kept:
+            prefill = batch.prefill(request, image)
+            prefill.step(1)
+            batch.join(prefill)
         self._dial.length = length
         for _ in range(_ROUNDS + 1):
-            self._batch.step()
+            batch.step()
         taken, self._dial.seconds = self._dial.seconds, []
         return taken[1:]
 
 
-_ROUNDS = 2
+_ROUNDS = 3
 
 
 class _NoState:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-_NOISE = 0.12
+NOISE = 0.12
 """Standard deviations, in the logarithm of time: of one round..."""
 _DRIFT, _WANDER = 1.0, 0.03
 """...of the drift at first, and what each round adds..."""
@@ -44,13 +44,13 @@ class Pace:
         self._ageing = [[_AGEING**2 * each for each in row] for row in self._alike]
         self._ageing[0][0] = _WANDER**2
 
-    def observe(self, length: int, ratio: float) -> None:
-        """A round of this length took `ratio` times what the curves say."""
+    def observe(self, length: int, ratio: float, *, noise: float = NOISE) -> None:
+        """A round of this length took `ratio` times what the curves say, give or take `noise`."""
         seen = (0, length) if length else (0,)  # a plain round shows the drift alone
         both = zip(self._covariance, self._ageing, strict=True)
         covariance = [[a + b for a, b in zip(*rows, strict=True)] for rows in both]
         shared = [sum(row[i] for i in seen) for row in covariance]
-        variance = sum(shared[i] for i in seen) + _NOISE**2
+        variance = sum(shared[i] for i in seen) + noise**2
         expected = sum(self._mean[i] for i in seen)
         surprise = min(max(math.log(ratio), -_LARGEST), _LARGEST) - expected
         most = _OUTLIER * math.sqrt(variance)
