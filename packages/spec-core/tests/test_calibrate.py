@@ -83,3 +83,27 @@ def test_every_length_is_timed_at_the_depth_that_it_says() -> None:
         meter._rounds(length)
     assert min(depths) == 8
     assert max(depths) <= 8 + 3 * (6 + 1)
+
+
+def test_a_drafter_that_is_not_confident_of_anything_has_no_cost_of_cutting() -> None:
+    assert calibrate(TARGET, NoisyOracle(TARGET, 0.5, max_block=4), budget_seconds=1.0).cut == 0.0
+
+
+def test_the_cost_of_cutting_is_that_of_drafting_what_is_cut() -> None:
+    meter = _Meter(TARGET, TinyDrafter(TARGET, max_block=6, confident=True), 1, 8)
+    asked: list[int] = []
+    cut = meter._dial.truncate
+
+    def truncate(
+        rows: Sequence[RowStatus], lengths: Sequence[int], scores: Sequence[Sequence[float]]
+    ) -> Sequence[int]:
+        asked.append(max(lengths))
+        return cut(rows, lengths, scores)
+
+    def observe(outcomes: Sequence[RowOutcome], seconds: float) -> None:
+        assert outcomes[0].drafted == 1
+        meter._dial.seconds.append(10.0 + asked[-1])
+
+    meter._dial.truncate = truncate  # type: ignore[method-assign]
+    meter._dial.observe = observe  # type: ignore[method-assign]
+    assert meter.cut(6) == pytest.approx(1.0)

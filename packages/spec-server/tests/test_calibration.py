@@ -7,6 +7,7 @@ import multiprocessing
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -38,7 +39,8 @@ SUBJECT = Subject({"device": "a machine", "dtype": "float32"})
 
 
 def curves(scale: float = 1.0) -> CostCurves:
-    return CostCurves(RoundCost(1, n, 64, scale * (1 + n / 10)) for n in range(4))
+    points = (RoundCost(1, n, 64, scale * (1 + n / 10)) for n in range(4))
+    return CostCurves(points, cut=scale / 7)
 
 
 def unmeasured() -> CostCurves:
@@ -56,6 +58,7 @@ def test_what_was_measured_once_is_found_again(store: CurveStore) -> None:
     again, note = CurveStore(store.directory).curves(SUBJECT, unmeasured)
     assert note is None
     assert again.points == first.points == curves().points
+    assert again.cut == first.cut == curves().cut
 
 
 def test_every_fact_counts(store: CurveStore) -> None:
@@ -72,7 +75,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "not JSON": lambda data: b"\x00" * 100,
     "another JSON": lambda data: b'[1, "two"]',
     "a digit": lambda data: data.replace(b"1.2", b"1.3"),
-    "no points": lambda data: json.dumps({**json.loads(data), "points": []}).encode(),
+    "no costs": lambda data: json.dumps({**json.loads(data), "costs": {}}).encode(),
     "another format": lambda data: json.dumps({**json.loads(data), "format": 0}).encode(),
     "another subject": lambda data: data.replace(b"a machine", b"my machine"),
 }
@@ -98,8 +101,11 @@ def test_points_that_cannot_be_curves_are_refused_even_with_a_fitting_checksum(
 
     path = store.path(SUBJECT)
     write(path, SUBJECT, curves())
-    for points in ([[1, 0, 64, -1.0], [1, 1, 64, 1.0]], [[1, 0]], [[1, 0, 64, 1.0]], ["abcd"]):
-        held = {**json.loads(path.read_text()), "points": points, "sha256": _checksum(points)}
+    good = [[1, 0, 64, 1.0], [1, 1, 64, 1.0]]
+    negative = [[1, 0, 64, -1.0], [1, 1, 64, 1.0]]
+    few: list[Any] = [{"points": p, "cut": 0} for p in (negative, [[1, 0]], good[:1], ["abcd"])]
+    for costs in (*few, {"points": good}, {"points": good, "cut": -1}, {"cut": 0}, [], 7):
+        held = {**json.loads(path.read_text()), "costs": costs, "sha256": _checksum(costs)}
         path.write_text(json.dumps(held))
         with pytest.raises(ValueError, match="damaged"):
             read(path, SUBJECT)

@@ -38,7 +38,7 @@ _MOST_ROWS = 256
 """Rows remembered, beyond those that are there."""
 _MOST_SKIPPED = 3
 """New rows that are passed over after one whose first round drafted in vain."""
-_PROMISING = 0.97
+_PROMISING = 0.99
 """Tries are not made more rarely while drafting promises so much of the speed of plain decoding."""
 _COMPARE_EVERY = 32
 """Plain rounds of a parked policy of which one is compared with the curves: whatever a policy does
@@ -94,7 +94,7 @@ class AdaptiveLength:
         self._trial = False
         self._shadow_time = ShadowTime()
         self._shadows: list[tuple[int, int]] = []
-        self._awaited = 0
+        self._awaited = self._asked = 0
         self._cut: dict[int, tuple[Sequence[float], int]] = {}
 
     @property
@@ -118,10 +118,11 @@ class AdaptiveLength:
         return self._trial
 
     def lengths(self, rows: Sequence[RowStatus]) -> Sequence[int]:
-        self._statuses = rows
+        self._statuses, self._asked = rows, 0
         length, self._trial = self._length, False
         if self._probe_due(rows):
-            length = self._probe_length(rows)
+            # What is known speaks for plain decoding, or for lengths that teach little.
+            length = self._fair_length(rows)
             self._trial = self._probes.first and self._shadow_pays(rows, length)
         elif self._checks:
             length = 0
@@ -135,6 +136,7 @@ class AdaptiveLength:
     ) -> Sequence[int]:
         """Cut where so many columns are not worth their time, given these scores; all rows alike,
         since a round costs what its widest row costs."""
+        self._asked = max(lengths)
         known = zip(rows, lengths, confidence, strict=True)
         self._cut = {row.key: (scores, length) for row, length, scores in known if length}
         width = self._best_width(rows, lengths, confidence)
@@ -155,11 +157,9 @@ class AdaptiveLength:
             tokens = expected_tokens(rates)
             for width in range(len(total)):
                 total[width] += tokens[min(width, length)]
-        taken = [self._time(rows, width) for width in range(len(total))]
+        taken = [self._time(rows, width) + self._cut_time(width) for width in range(len(total))]
         speeds = [tokens / seconds for tokens, seconds in zip(total, taken, strict=True)]
-        best = max(range(1, len(speeds)), key=speeds.__getitem__)
-        self._scores.worth(total[best], taken[best])
-        return best
+        return max(range(1, len(speeds)), key=speeds.__getitem__)
 
     def _columns_cost(self) -> bool:
         """Whether a shorter verify saves enough for a look at the scores before it."""
@@ -177,6 +177,9 @@ class AdaptiveLength:
                 row = self._rows.setdefault(outcome.key, Acceptance())
                 row.observe(outcome.drafted, outcome.accepted, rate)
                 self._shared.observe(outcome.drafted, outcome.accepted, rate)
+        if self._asked and drafted and not self.parked:
+            emitted = sum(outcome.accepted + 1 for outcome in outcomes)
+            self._scores.gave(emitted, self._time(rows, drafted) + self._cut_time(drafted))
         self._since_change += 1
         self._rounds += 1
         self._forget_absent(rows)
@@ -233,7 +236,7 @@ class AdaptiveLength:
         a parked drafter was spared: it counts for less. While parked, one round in many is
         compared.
         """
-        ratio = seconds / self._seconds(rows, drafted)
+        ratio = seconds / (self._seconds(rows, drafted) + self._cut_time(drafted))
         alike = bool(drafted) == bool(self._drafted)
         held, self._plain_ratio = self._plain_ratio, None
         if held is not None and not drafted:
@@ -270,12 +273,15 @@ class AdaptiveLength:
     # ------------------------------------------------------------------ the choice
 
     def _opening(self) -> int:
-        """Before any experience: the best length for a row of its own, if that drafts at all;
-        the longest where scores cut it."""
-        if self._cuts:
-            return self._longest
-        speeds = self._speeds([RowStatus(key=-1, length=0, remaining=1)])
-        return max(range(1, len(speeds)), key=speeds.__getitem__)
+        """Before any experience; the longest where scores cut it."""
+        alone = RowStatus(key=-1, length=0, remaining=1)
+        return self._longest if self._cuts else self._fair_length([alone])
+
+    def _fair_length(self, rows: Sequence[RowStatus]) -> int:
+        """The best drafting length for text of which nothing is known."""
+        tokens = expected_tokens(Acceptance().rates(self._longest))
+        times = [self._time(rows, length) for length in range(self._longest + 1)]
+        return max(range(1, len(times)), key=lambda length: tokens[length] / times[length])
 
     def _reconsider(self, rows: Sequence[RowStatus]) -> None:
         speeds = self._speeds(rows)
@@ -319,6 +325,10 @@ class AdaptiveLength:
         """Seconds of a round, by the curves and by what was seen."""
         return self._seconds(rows, length) * self._pace.factor(length)
 
+    def _cut_time(self, width: int) -> float:
+        """Seconds of drafting what is cut, beyond so many guesses, of the block at hand."""
+        return self._curves.cut * max(0, self._asked - width) if width else 0.0
+
     def _seconds(self, rows: Sequence[RowStatus], length: int) -> float:
         depth = sum(row.length for row in rows) // max(1, len(rows))
         return self._curves.of_lengths(max(1, len(rows)), depth)[length]
@@ -332,7 +342,7 @@ class AdaptiveLength:
             return True
         if not self._probes.possible:
             return False
-        extra = self._plain_rounds(rows, self._probe_length(rows)) - 1.0
+        extra = self._plain_rounds(rows, self._fair_length(rows)) - 1.0
         return self._probes.due(self._try_cost(extra) / self._probe_share)
 
     def _shadow_pays(self, rows: Sequence[RowStatus], length: int) -> bool:
@@ -371,8 +381,3 @@ class AdaptiveLength:
     def _plain_rounds(self, rows: Sequence[RowStatus], length: int) -> float:
         """What a round costs, in plain rounds."""
         return self._time(rows, length) / self._time(rows, 0)
-
-    def _probe_length(self, rows: Sequence[RowStatus]) -> int:
-        """The drafting length that would be best, were plain decoding not better."""
-        speeds = self._speeds(rows)
-        return max(range(1, len(speeds)), key=speeds.__getitem__)

@@ -61,6 +61,7 @@ def calibrate(
     lengths = _thinned(_ladder(top), int(budget_seconds * _BASE_SHARE / _least_time(seconds)))
     points = meter.points(lengths, budget_seconds * _BASE_SHARE)
     seconds = points[-1].seconds
+    cut = meter.cut(top) if top > 1 else 0.0
 
     def affordable(seconds: float, prefill: float = 0.0) -> bool:
         left = budget_seconds - (time.perf_counter() - began)
@@ -73,7 +74,11 @@ def calibrate(
     while rows <= max_rows and affordable(len(some) * seconds * rows):
         points += _Meter(target, drafter, rows, _BASE_DEPTH).points(some, 0.0)
         rows *= 2
-    return CostCurves(points)
+    return CostCurves(points, cut)
+
+
+def _lower_quartile(seconds: Sequence[float]) -> float:
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def _least_time(seconds: float) -> float:
@@ -98,12 +103,23 @@ def _thinned(lengths: list[int], most: int) -> list[int]:
 
 
 class _Dial(FixedLength):
-    """A fixed length that can be turned, and remembers what rounds took."""
+    """A length that can be turned, and a memory of what rounds took. Where it needs confidence, it
+    cuts blocks to one guess."""
 
     def __init__(self) -> None:
         super().__init__(0)
         self.length = 0
+        self.cuts = 0
         self.seconds: list[float] = []
+
+    def truncate(
+        self,
+        rows: Sequence[RowStatus],
+        lengths: Sequence[int],
+        confidence: Sequence[Sequence[float]],
+    ) -> Sequence[int]:
+        self.cuts += 1
+        return [1] * len(rows)
 
     def lengths(self, rows: Sequence[RowStatus]) -> Sequence[int]:
         return [self.length] * len(rows)
@@ -148,9 +164,24 @@ class _Meter:
                 if sweep:
                     seconds[length].extend(taken)
         return [
-            RoundCost(self._rows, length, self._depth, sorted(taken)[len(taken) // 4])
+            RoundCost(self._rows, length, self._depth, _lower_quartile(taken))
             for length, taken in seconds.items()
         ]
+
+    def cut(self, top: int) -> float:
+        """Seconds that a guess costs which is drafted, looked at and cut; 0 where the drafter is
+        not confident of anything."""
+        seconds: dict[int, list[float]] = {top: [], 1: []}
+        self._dial.needs_confidence = True
+        for sweep in range(_FEWEST_SWEEPS + 1):
+            for length, taken in seconds.items():
+                rounds = self._rounds(length)
+                if not self._dial.cuts:
+                    return 0.0
+                if sweep:
+                    taken.extend(rounds)
+        whole, short = (_lower_quartile(taken) for taken in seconds.values())
+        return max(0.0, whole - short) / (top - 1)
 
     def _rounds(self, length: int) -> list[float]:
         """Seconds of rounds of a length, from the depth on. The first is not counted: caches grow,

@@ -38,15 +38,20 @@ class CostCurves:
     Args:
         points: at least lengths 0 and 1 for one row at one depth. The smallest depth is the
             base; points at other depths (one row) give the slope by depth.
+        cut: what a guess costs that is drafted and then cut, before its block is verified: a round
+            that asks for 7 and verifies 3 takes four times that more than one that asks for 3.
 
     Raises:
-        InvalidValueError: the points do not suffice, or one is not positive.
+        InvalidValueError: the points do not suffice, one is not positive, or `cut` is negative.
     """
 
-    def __init__(self, points: Iterable[RoundCost]) -> None:
+    def __init__(self, points: Iterable[RoundCost], cut: float = 0.0) -> None:
         self.points = tuple(points)
+        self.cut = cut
         if any(p.seconds <= 0 for p in self.points):
             raise InvalidValueError("round cost", min(p.seconds for p in self.points), "positive")
+        if not cut >= 0.0:
+            raise InvalidValueError("cost of a guess that is cut", cut, "0 or more")
         base = min((p.depth for p in self.points), default=0)
         self._base_depth = base
         self._curves: dict[int, list[tuple[float, float]]] = {}

@@ -19,7 +19,7 @@ NOISE = 0.12
 """Standard deviations, in the logarithm of time: of one round..."""
 _DRIFT, _WANDER = 1.0, 0.03
 """...of the drift at first, and what each round adds..."""
-_ERROR, _AGEING = 0.2, 0.004
+_ERROR, _AGEING = 0.15, 0.004
 """...of an error at first, and what each round adds."""
 _ALIKE = 0.85
 """Correlation of the errors of two lengths that follow each other."""

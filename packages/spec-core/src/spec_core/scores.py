@@ -8,8 +8,8 @@ from spec_core.acceptance import Share
 
 _SCORE_TRIALS = 5.0
 """How many trials the rate with any score weighs."""
-_LATELY = 0.75
-"""What the worth of blocks remembers of its past after each: expectations age quickly."""
+_LATELY = 0.95
+"""What the speed of blocks remembers of its past after each."""
 
 
 class Scores:
@@ -19,7 +19,8 @@ class Scores:
     the order of scores is believed, and that once there is experience with such scores.
 
     Attributes:
-        speed: tokens a second of blocks cut by scores, lately; None before the first one.
+        speed: tokens a second that blocks cut by scores have given lately; None before the first
+            one. What they promise would flatter them: each cut is the best of several estimates.
     """
 
     def __init__(self) -> None:
@@ -30,8 +31,8 @@ class Scores:
     def speed(self) -> float | None:
         return self._tokens / self._seconds if self._seconds else None
 
-    def worth(self, tokens: float, seconds: float) -> None:
-        """What a block is expected to give after its cut."""
+    def gave(self, tokens: float, seconds: float) -> None:
+        """What a block gave after its cut, and the time that such a round takes."""
         self._tokens = _LATELY * self._tokens + tokens
         self._seconds = _LATELY * self._seconds + seconds
 

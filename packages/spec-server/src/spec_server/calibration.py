@@ -41,7 +41,7 @@ from spec_server import device
 DIRECTORY_VARIABLE = "SPEC_CURVES_DIR"
 BUDGET_SECONDS = 4.0
 
-_FORMAT = 1
+_FORMAT = 2
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _MOST_HEADER = 64 * 2**20
 
@@ -141,7 +141,7 @@ def read(path: Path, subject: Subject) -> CostCurves:
     """
     try:
         held = json.loads(path.read_bytes())
-        facts, points = dict(held["subject"]), held["points"]
+        facts, costs = dict(held["subject"]), held["costs"]
         checksum, form = held["sha256"], held["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError("it is damaged") from error
@@ -149,22 +149,23 @@ def read(path: Path, subject: Subject) -> CostCurves:
         raise ValueError(f"its format is {form}, not {_FORMAT}")
     if facts != dict(subject.facts):
         raise ValueError("it is of something else")
-    if checksum != _checksum(points):
+    if checksum != _checksum(costs):
         raise ValueError("its checksum does not fit")
     try:
-        return CostCurves(RoundCost(*point) for point in points)
-    except (TypeError, InvalidValueError) as error:
+        return CostCurves((RoundCost(*point) for point in costs["points"]), costs["cut"])
+    except (KeyError, TypeError, InvalidValueError) as error:
         raise ValueError(f"it is damaged: {error}") from error
 
 
 def write(path: Path, subject: Subject, curves: CostCurves) -> None:
     """Put curves into a file, at once or not at all. Raises OSError."""
     points = [[p.rows, p.length, p.depth, p.seconds] for p in curves.points]
+    costs = {"points": points, "cut": curves.cut}
     held = {
         "format": _FORMAT,
         "subject": dict(subject.facts),
-        "points": points,
-        "sha256": _checksum(points),
+        "costs": costs,
+        "sha256": _checksum(costs),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with _replacing(path) as file:
