@@ -247,7 +247,8 @@ def measure(
         about = subject.with_facts(drafts=f"{of.name}, up to {of.max_block}")
 
         def timed() -> CostCurves:
-            announce("measuring what rounds cost here (once; a few seconds)")
+            kind = "copies" if isinstance(of, FreeDrafter) else of.name
+            announce(f"measuring what rounds cost here with {kind} (once; a few seconds)")
             return calibrate(target, of, max_rows=max_rows, budget_seconds=BUDGET_SECONDS)
 
         return kept.curves(about, timed)
