@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,7 +117,8 @@ def measure(
     tokens: int,
     trials: int,
 ) -> dict[str, Any]:
-    """One set: seconds a token of each setting, trial by trial; settings take turns by prompt."""
+    """One set: seconds a token of each setting, trial by trial; settings take turns by prompt, in an
+    order that is drawn for each."""
     taken: dict[str, list[float]] = {setting.name: [] for setting in settings}
     identical, states = True, {}
     for trial in range(trials + 1):
@@ -124,8 +126,8 @@ def measure(
         spent, decoded = dict.fromkeys(taken, 0.0), dict.fromkeys(taken, 0)
         for turn, prompt in enumerate(prompts):
             texts = []
-            first = turn % len(settings)  # who begins changes: what came before may matter
-            for setting in [*settings[first:], *settings[:first]]:
+            order = random.Random(f"{trial} {turn}")  # what came before may matter
+            for setting in order.sample(settings, len(settings)):
                 seconds, text = decode(target, setting, policies[setting.name], prompt, tokens)
                 spent[setting.name] += seconds
                 decoded[setting.name] += len(text) - 1
