@@ -117,8 +117,8 @@ def measure(
     tokens: int,
     trials: int,
 ) -> dict[str, Any]:
-    """One set: seconds a token of each setting, trial by trial; settings take turns by prompt, in an
-    order that is drawn for each."""
+    """One set: seconds a token of each setting, trial by trial; settings take turns, prompt by
+    prompt, in an order that is drawn for each."""
     taken: dict[str, list[float]] = {setting.name: [] for setting in settings}
     identical, states = True, {}
     for trial in range(trials + 1):

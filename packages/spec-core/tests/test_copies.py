@@ -142,6 +142,22 @@ def test_matches_and_other_rows_go_by_different_rules() -> None:
     assert policy.truncate(rows, [3, 12, 2], [[0.1] * 12] * 3) == [3, 12, 2]
 
 
+@pytest.mark.parametrize("copied", [1, 12, 32])
+def test_a_copy_beside_drafts_that_are_cut_stays_whole(copied: int) -> None:
+    """However much longer than a draft it is."""
+    dear = CostCurves(RoundCost(1, n, 0, 10.0 + (n > 0) + 3.0 * n) for n in range(8))
+    policy = WithCopies(CopyLength(curves(CHEAP, rows=(1, 2, 4))), AdaptiveLength(dear))
+    rows = [RowStatus(key, 50, 100, copies=copied * (key == 1)) for key in range(3)]
+    lengths, scores = [7, copied, 7], [[0.1] * 32 for _ in rows]
+    for _ in range(8):
+        policy.lengths(rows)
+        cut = policy.truncate(rows, lengths, scores)
+        assert cut[1] == copied
+        outcomes = [RowOutcome(key, (1, 1), cut[key], 1) for key in range(3)]
+        policy.observe(outcomes, 20.0)
+    assert max(cut[0], cut[2]) < 7
+
+
 def test_a_rows_own_cap_holds_for_copies() -> None:
     policy = WithCopies(CopyLength(curves(CHEAP)))
     assert policy.lengths([RowStatus(0, 50, 100, max_draft=5, copies=20)]) == [5]

@@ -139,9 +139,9 @@ class AdaptiveLength:
         self._asked = max(lengths)
         known = zip(rows, lengths, confidence, strict=True)
         self._cut = {row.key: (scores, length) for row, length, scores in known if length}
-        width = self._best_width(rows, lengths, confidence)
         if self.parked or self._rounds % _UNCUT_EVERY == 0:
             return lengths
+        width = self._best_width(rows, lengths, confidence)
         return [min(length, width) for length in lengths]
 
     def _best_width(

@@ -144,11 +144,17 @@ class WithCopies:
         lengths: Sequence[int],
         confidence: Sequence[Sequence[float]],
     ) -> Sequence[int]:
-        cut = self._drafts.truncate(rows, lengths, confidence)
-        return [
-            length if row.copies else shorter
-            for row, length, shorter in zip(rows, lengths, cut, strict=True)
-        ]
+        """Cut what was drafted; a copy has no scores, and may be longer than any draft."""
+        drafted = [index for index, row in enumerate(rows) if not row.copies]
+        if not drafted:
+            return lengths
+        shorter = self._drafts.truncate(
+            [rows[index] for index in drafted],
+            [lengths[index] for index in drafted],
+            [confidence[index] for index in drafted],
+        )
+        cut = dict(zip(drafted, shorter, strict=True))
+        return [cut.get(index, length) for index, length in enumerate(lengths)]
 
     def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
         matches = {row.key: row.copies for row in self._rows if row.copies}
