@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -333,18 +334,61 @@ def test_a_row_that_may_not_draft_is_not_waited_for() -> None:
         adaptive.observe([RowOutcome(1, (1,), 0, 0)], DEAR[0])
 
 
+GOOD = [(1, 0, 0, 1.0), (1, 1, 0, 1.5)]
+
+
 @pytest.mark.parametrize(
     "points",
     [
         [],
-        [RoundCost(1, 0, 0, 1.0)],
-        [RoundCost(2, 0, 0, 1.0), RoundCost(2, 1, 0, 1.0)],
-        [RoundCost(1, 0, 0, 1.0), RoundCost(1, 1, 0, 0.0)],
+        [(1, 0, 0, 1.0)],
+        [(2, 0, 0, 1.0), (2, 1, 0, 1.0)],
+        [(1, 0, 0, 1.0), (1, 1, 0, 0.0)],
+        [(1, 0, 0, 1.0), (1, 1, 0, float("nan"))],
+        [(1, 0, 0, 1.0), (1, 1, 0, float("inf"))],
+        [(1, 0, 0, 1.0), (1, 0, 0, 2.0)],
+        [*GOOD, (1, 1, 0, 1.5)],
+        [*GOOD, (1, -1, 0, 1.5)],
+        [*GOOD, (0, 1, 0, 1.5)],
+        [*GOOD, (1, 1, -64, 1.5)],
     ],
 )
-def test_points_that_do_not_suffice_are_refused(points: list[RoundCost]) -> None:
+def test_points_that_do_not_suffice_are_refused(points: list[tuple[int, int, int, float]]) -> None:
     with pytest.raises(InvalidValueError):
-        CostCurves(points)
+        CostCurves(RoundCost(*point) for point in points)
+
+
+@pytest.mark.parametrize("cut", [-1.0, float("nan"), float("inf")])
+def test_a_cost_of_cutting_that_cannot_be_is_refused(cut: float) -> None:
+    with pytest.raises(InvalidValueError, match="cut"):
+        CostCurves([RoundCost(*point) for point in GOOD], cut)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"longest": 0},
+        {"longest": -1},
+        {"dwell": 0},
+        {"probe_share": 0.0},
+        {"probe_share": 2.0},
+        {"probe_share": float("nan")},
+    ],
+)
+def test_an_argument_out_of_range_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValueError, match=next(iter(wrong))):
+        AdaptiveLength(CostCurves([RoundCost(*point) for point in GOOD]), **wrong)
+
+
+def test_several_depths_of_a_length_count_by_the_deepest() -> None:
+    deep = [RoundCost(1, n, depth, 1.0 + depth / 1000) for n in (0, 1) for depth in (0, 500, 1000)]
+    assert CostCurves(deep).seconds(1, 1, 2000) == pytest.approx(3.0)
+
+
+def test_where_nothing_was_drafted_nothing_is_cut() -> None:
+    adaptive = policy(DEAR)
+    rows = [RowStatus(key=key, length=10, remaining=1) for key in range(2)]
+    assert adaptive.truncate(rows, [0, 0], [[], []]) == [0, 0]
 
 
 def test_curves_interpolate_by_length_rows_and_depth() -> None:

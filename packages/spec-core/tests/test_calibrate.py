@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from spec_core import CostCurves, FreeDrafter, RowOutcome, RowStatus, calibrate
+from spec_core import (
+    CostCurves,
+    FreeDrafter,
+    InvalidValueError,
+    RowOutcome,
+    RowStatus,
+    calibrate,
+)
 from spec_core.calibrate import _ladder, _Meter, _thinned
 from spec_core.testing import NoisyOracle, TinyDrafter, TinyTarget
 
@@ -41,6 +49,20 @@ def test_without_time_a_few_lengths_are_measured_all_the_same(budget: float) -> 
     curves = calibrate(TARGET, FreeDrafter(32), max_rows=8, budget_seconds=budget)
     assert lengths(curves, 1) == [0, 1, 7, 32]
     assert lengths(curves, 2) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"longest": 0},
+        {"max_rows": 0},
+        {"budget_seconds": -1.0},
+        {"budget_seconds": float("nan")},
+    ],
+)
+def test_an_argument_out_of_range_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValueError, match=next(iter(wrong))):
+        calibrate(TARGET, FreeDrafter(4), **wrong)
 
 
 @pytest.mark.parametrize("top", [1, 2, 7, 8, 9, 15, 32])

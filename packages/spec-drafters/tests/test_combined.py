@@ -11,9 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec_core.adaptive import AdaptiveLength
 from spec_core.batch import Batch
 from spec_core.chooser import RoundChooser, Sampler
 from spec_core.conformance import check_drafter
+from spec_core.copies import CopyLength, WithCopies
+from spec_core.curves import CostCurves, RoundCost
+from spec_core.decode import decode
 from spec_core.errors import SeamError
 from spec_core.policy import ConfidenceThreshold, FixedLength
 from spec_core.request import Request
@@ -289,3 +293,57 @@ def test_it_keeps_the_contract_of_a_drafter() -> None:
     combined = Combined(Lookup(max_block=6), TinyDrafter(target, confident=True))
     texts = [[n + 12 * row for n in range(11)] for row in range(4)]
     check_drafter(combined, target, texts=texts)
+
+
+def curves(column: float, longest: int) -> CostCurves:
+    """Rounds of 10 ms, and so many more for each guess."""
+    points = ((r, n, r * (10.0 + column * n)) for r in (1, 2, 4) for n in range(longest + 1))
+    return CostCurves((RoundCost(r, n, 64, ms / 1e3) for r, n, ms in points), cut=1e-3)
+
+
+def some_request(chance: random.Random, vocab: int) -> Request:
+    """Of text that repeats itself, so that some rows copy; some may not draft, some end soon."""
+    phrase = [chance.randrange(vocab) for _ in range(chance.randint(1, 6))]
+    seeded = SamplingParams(temperature=chance.choice([0.3, 1.0]), seed=chance.randrange(9))
+    return Request(
+        tuple(phrase * chance.randint(1, 5)),
+        sampling=chance.choice([SamplingParams(), seeded]),
+        max_tokens=chance.choice([2, 3, 9, 40]),
+        max_draft=chance.choice([None, None, 0, 2]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_auto_beside_copies_gives_each_row_its_own_text(seed: int) -> None:
+    """Rows that copy, draft, may not draft and end, beside each other: blocks are cut by scores
+    where some rows have none, or nothing to cut."""
+    chance = random.Random(seed)
+    target = TinyTarget(vocab=chance.choice([6, 16]), seed=seed)
+    drafter = TinyDrafter(target, max_block=5, confident=True)
+    combined = Combined(Lookup(max_block=12, min_match=1), drafter)
+    # Where columns cost, blocks are cut by scores; where they do not, copies are long.
+    auto = AdaptiveLength(curves(3.0, 5), dwell=4)
+    policy = WithCopies(CopyLength(curves(0.1, 12)), auto)
+    requests = [some_request(chance, target.info.vocab_size) for _ in range(6)]
+    batch, texts, keys = Batch(target, combined, policy), {}, {}
+    waiting = [*requests]
+    while waiting or batch.busy:
+        if waiting and (batch.rows < 2 or chance.random() < 0.2):
+            request = waiting.pop()
+            prefill = batch.prefill(request)
+            while (first := prefill.step(512)) is None:
+                pass
+            texts[id(request)] = [*first.tokens]
+            if first.finish is None:
+                keys[batch.join(prefill)] = id(request)
+        for outcome in batch.step():
+            texts[keys[outcome.key]] += outcome.tokens
+    for request in requests:
+        alone = decode(
+            target,
+            None,
+            request.prompt,
+            sampling=request.sampling,
+            max_tokens=request.max_tokens,
+        )
+        assert texts[id(request)] == [token for outcome in alone for token in outcome.tokens]

@@ -75,6 +75,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "not JSON": lambda data: b"\x00" * 100,
     "another JSON": lambda data: b'[1, "two"]',
     "a digit": lambda data: data.replace(b"1.2", b"1.3"),
+    "nested": lambda data: b"[" * 200_000,
     "no costs": lambda data: json.dumps({**json.loads(data), "costs": {}}).encode(),
     "another format": lambda data: json.dumps({**json.loads(data), "format": 0}).encode(),
     "another subject": lambda data: data.replace(b"a machine", b"my machine"),
@@ -149,6 +150,12 @@ def test_of_concurrent_writers_and_readers_each_sees_a_whole_file(store: CurveSt
         writer.join()
         assert writer.exitcode == 0
     assert [p.name for p in store.directory.iterdir()] == [store.path(SUBJECT).name]
+
+
+def test_a_home_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEC_CURVES_DIR", "~nobody-of-this-name/curves")
+    with pytest.raises(InvalidValueError, match="SPEC_CURVES_DIR"):
+        curves_directory()
 
 
 def test_the_directory_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from spec_core.acceptance import Acceptance, expected_tokens
 from spec_core.curves import CostCurves
+from spec_core.errors import InvalidValueError
 from spec_core.pace import NOISE, Pace
 from spec_core.probes import Probes, ShadowTime
 from spec_core.scores import Scores
@@ -59,6 +60,9 @@ class AdaptiveLength:
         dwell: the fewest rounds between two changes of length.
         probe_share: the share of time that probing may cost while parked.
 
+    Raises:
+        InvalidValueError: `longest` or `dwell` is below 1, or `probe_share` is not in (0, 1].
+
     All rows of a round get the same length, since a round costs what its widest row costs; the
     choice weighs every row's own acceptance, and the number of rows.
     """
@@ -72,6 +76,12 @@ class AdaptiveLength:
         dwell: int = 16,
         probe_share: float = 0.005,
     ) -> None:
+        if longest is not None and longest < 1:
+            raise InvalidValueError("longest", longest, "at least 1, or None")
+        if dwell < 1:
+            raise InvalidValueError("dwell", dwell, "at least 1")
+        if not 0.0 < probe_share <= 1.0:
+            raise InvalidValueError("probe_share", probe_share, "above 0 and at most 1")
         self._curves = curves
         self._longest = curves.max_length if longest is None else min(longest, curves.max_length)
         self._dwell = dwell
@@ -136,6 +146,8 @@ class AdaptiveLength:
     ) -> Sequence[int]:
         """Cut where so many columns are not worth their time, given these scores; all rows alike,
         since a round costs what its widest row costs."""
+        if not any(lengths):
+            return lengths
         self._asked = max(lengths)
         known = zip(rows, lengths, confidence, strict=True)
         self._cut = {row.key: (scores, length) for row, length, scores in known if length}

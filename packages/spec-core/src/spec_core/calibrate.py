@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import mlx.core as mx
 
 from spec_core.batch import Batch, RowImage
 from spec_core.curves import CostCurves, RoundCost
+from spec_core.errors import InvalidValueError
 from spec_core.policy import FixedLength
 from spec_core.request import Request
 from spec_core.seams import (
@@ -52,8 +54,17 @@ def calibrate(
         drafter: what guesses; `FreeDrafter` stands in for one that searches text.
         longest: the longest draft of interest; the drafter's block if None.
         max_rows: the widest batch of interest.
-        budget_seconds: about how long it may take.
+        budget_seconds: about how long it may take; a few rounds are measured in any case.
+
+    Raises:
+        InvalidValueError: `longest` or `max_rows` is below 1, or the time negative or not finite.
     """
+    if longest is not None and longest < 1:
+        raise InvalidValueError("longest", longest, "at least 1, or None")
+    if max_rows < 1:
+        raise InvalidValueError("max_rows", max_rows, "at least 1")
+    if not 0.0 <= budget_seconds < math.inf:
+        raise InvalidValueError("budget_seconds", budget_seconds, "0 or more, and finite")
     began = time.perf_counter()
     top = drafter.max_block if longest is None else min(longest, drafter.max_block)
     meter = _Meter(target, drafter, 1, _BASE_DEPTH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,26 @@ class RoundCost:
         length: guesses a row; 0 = a pipelined plain step.
         depth: committed positions of each row.
         seconds: wall time of the round, median.
+
+    Raises:
+        InvalidValueError: there are no rows, the length or depth is negative, or the time is not
+            positive and finite.
     """
 
     rows: int
     length: int
     depth: int
     seconds: float
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise InvalidValueError("rows of a round", self.rows, "at least 1")
+        if self.length < 0:
+            raise InvalidValueError("length of a round", self.length, "0 or more")
+        if self.depth < 0:
+            raise InvalidValueError("depth of a round", self.depth, "0 or more")
+        if not 0.0 < self.seconds < math.inf:
+            raise InvalidValueError("seconds of a round", self.seconds, "positive and finite")
 
 
 _DEPTH_STEP = 256
@@ -42,16 +57,19 @@ class CostCurves:
             that asks for 7 and verifies 3 takes four times that more than one that asks for 3.
 
     Raises:
-        InvalidValueError: the points do not suffice, one is not positive, or `cut` is negative.
+        InvalidValueError: the points do not suffice, two are of the same round, or `cut` is
+            negative or not finite.
     """
 
     def __init__(self, points: Iterable[RoundCost], cut: float = 0.0) -> None:
         self.points = tuple(points)
         self.cut = cut
-        if any(p.seconds <= 0 for p in self.points):
-            raise InvalidValueError("round cost", min(p.seconds for p in self.points), "positive")
-        if not cut >= 0.0:
-            raise InvalidValueError("cost of a guess that is cut", cut, "0 or more")
+        if not 0.0 <= cut < math.inf:
+            raise InvalidValueError("cost of a guess that is cut", cut, "0 or more, and finite")
+        rounds = [(p.rows, p.length, p.depth) for p in self.points]
+        twice = next((one for one in rounds if rounds.count(one) > 1), None)
+        if twice is not None:
+            raise InvalidValueError("round (rows, length, depth)", twice, "measured once")
         base = min((p.depth for p in self.points), default=0)
         self._base_depth = base
         self._curves: dict[int, list[tuple[float, float]]] = {}
@@ -92,17 +110,13 @@ class CostCurves:
         return self._lengths[key]
 
     def _depth_slopes(self) -> list[tuple[float, float]]:
-        """(length, seconds a position) of one row."""
-        slopes = [
-            (
-                float(p.length),
-                max(0.0, p.seconds - _between(self._curves[1], p.length))
-                / (p.depth - self._base_depth),
-            )
-            for p in self.points
-            if p.rows == 1 and p.depth != self._base_depth
-        ]
-        return sorted(slopes) or [(0.0, 0.0)]
+        """(length, seconds a position) of one row, by the deepest point of each length."""
+        slopes: dict[float, float] = {}
+        for p in sorted(self.points, key=lambda point: point.depth):
+            if p.rows == 1 and p.depth != self._base_depth:
+                more = max(0.0, p.seconds - _between(self._curves[1], p.length))
+                slopes[float(p.length)] = more / (p.depth - self._base_depth)
+        return sorted(slopes.items()) or [(0.0, 0.0)]
 
 
 def _between(curve: Sequence[tuple[float, float]], at: float) -> float:

@@ -125,10 +125,19 @@ class CurveStore:
 
 
 def curves_directory() -> Path:
-    """Where curves are kept: $SPEC_CURVES_DIR, or a folder in the user's cache."""
+    """Where curves are kept: $SPEC_CURVES_DIR, or a folder in the user's cache.
+
+    Raises:
+        InvalidValueError: the variable names the home of a user who does not exist.
+    """
     named = os.environ.get(DIRECTORY_VARIABLE)
     if named:
-        return Path(named).expanduser()
+        try:
+            return Path(named).expanduser()
+        except RuntimeError as error:
+            raise InvalidValueError(
+                DIRECTORY_VARIABLE, named, "a folder, below the home of a user that there is"
+            ) from error
     return user_cache_path("spec", appauthor=False) / "curves"
 
 
@@ -141,12 +150,15 @@ def read(path: Path, subject: Subject) -> CostCurves:
     """
     try:
         held = json.loads(path.read_bytes())
-        facts, costs = dict(held["subject"]), held["costs"]
-        checksum, form = held["sha256"], held["format"]
-    except (ValueError, KeyError, TypeError) as error:
+        form = held["format"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError("it is damaged") from error
     if form != _FORMAT:
-        raise ValueError(f"its format is {form}, not {_FORMAT}")
+        raise ValueError(f"its format is {form!r}, not {_FORMAT}")
+    try:
+        facts, costs, checksum = dict(held["subject"]), held["costs"], held["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError("it is damaged") from error
     if facts != dict(subject.facts):
         raise ValueError("it is of something else")
     if checksum != _checksum(costs):

@@ -191,10 +191,14 @@ def caches() -> Iterator[Finding]:
     """Where this program keeps what it may use again."""
     from spec_cli.chat.history import history_file
     from spec_cli.hub import cache_folder
+    from spec_core.errors import SpecError
     from spec_server.calibration import curves_directory
 
     yield folder("hub cache", cache_folder())
-    yield folder("round times", curves_directory())
+    try:
+        yield folder("round times", curves_directory())
+    except SpecError as error:
+        yield Finding(_SECTION, "round times", "problem", str(error), "name another place")
     yield folder("chat history", history_file().parent)
     prefixes = os.environ.get("SPEC_PREFIX_CACHE_DIR")
     if prefixes:
