@@ -48,6 +48,8 @@ _FIRST_NOISE = 0.2
 """Standard deviation, in the logarithm, of the time of the first round that drafts."""
 _SHADOW_SHARE = 0.5
 """What a shadow takes of the time that verifying its guesses would cost, before one was seen."""
+_ALONE = (RowStatus(key=-1, length=0, remaining=1),)
+"""A row without a text or company, before there is any."""
 
 
 class AdaptiveLength:
@@ -175,8 +177,7 @@ class AdaptiveLength:
 
     def _columns_cost(self) -> bool:
         """Whether a shorter verify saves enough for a look at the scores before it."""
-        alone = [RowStatus(key=-1, length=0, remaining=1)]
-        return self._seconds(alone, self._longest) > _STEEP * self._seconds(alone, 1)
+        return self._seconds(_ALONE, self._longest) > _STEEP * self._seconds(_ALONE, 1)
 
     def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
         if not outcomes:
@@ -286,8 +287,7 @@ class AdaptiveLength:
 
     def _opening(self) -> int:
         """Before any experience; the longest where scores cut it."""
-        alone = RowStatus(key=-1, length=0, remaining=1)
-        return self._longest if self._cuts else self._fair_length([alone])
+        return self._longest if self._cuts else self._fair_length(_ALONE)
 
     def _fair_length(self, rows: Sequence[RowStatus]) -> int:
         """The best drafting length for text of which nothing is known."""

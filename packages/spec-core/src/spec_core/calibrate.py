@@ -46,8 +46,8 @@ def calibrate(
     """Time rounds of this target and drafter on this device, for a few seconds.
 
     One row is measured at every length up to `longest`, or at some of them where rounds are slow
-    or many; then, while there is time, a deep context and wider batches. Kernels that have to be
-    compiled first take their own time on top.
+    or many; and, while there is time, what a cut costs (0 where there is none), a deep context and
+    wider batches. Kernels that have to be compiled first take their own time on top.
 
     Args:
         target: the target, with its weights loaded.
@@ -67,17 +67,17 @@ def calibrate(
         raise InvalidValueError("budget_seconds", budget_seconds, "0 or more, and finite")
     began = time.perf_counter()
     top = drafter.max_block if longest is None else min(longest, drafter.max_block)
-    meter = _Meter(target, drafter, 1, _BASE_DEPTH)
-    seconds = meter.once([0, top])
-    lengths = _thinned(_ladder(top), int(budget_seconds * _BASE_SHARE / _least_time(seconds)))
-    points = meter.points(lengths, budget_seconds * _BASE_SHARE)
-    seconds = points[-1].seconds
-    cut = meter.cut(top) if top > 1 else 0.0
 
     def affordable(seconds: float, prefill: float = 0.0) -> bool:
         left = budget_seconds - (time.perf_counter() - began)
         return prefill + _least_time(seconds) < left
 
+    meter = _Meter(target, drafter, 1, _BASE_DEPTH)
+    seconds = meter.once([0, top])
+    cut = meter.cut(top) if top > 1 and affordable(2 * seconds) else 0.0
+    lengths = _thinned(_ladder(top), int(budget_seconds * _BASE_SHARE / _least_time(seconds)))
+    points = meter.points(lengths, budget_seconds * _BASE_SHARE)
+    seconds = points[-1].seconds
     deep_prefill = meter.prefill_seconds * _DEEP / _BASE_DEPTH
     if target.info.context_window > 2 * _DEEP and affordable(2 * seconds, deep_prefill):
         points += _Meter(target, drafter, 1, _DEEP).points([0, top], 0.0)
@@ -86,10 +86,6 @@ def calibrate(
         points += _Meter(target, drafter, rows, _BASE_DEPTH).points(some, 0.0)
         rows *= 2
     return CostCurves(points, cut)
-
-
-def _lower_quartile(seconds: Sequence[float]) -> float:
-    return sorted(seconds)[len(seconds) // 4]
 
 
 def _least_time(seconds: float) -> float:
@@ -164,7 +160,24 @@ class _Meter:
         return sum(taken) / len(taken)
 
     def points(self, lengths: Sequence[int], budget_seconds: float) -> list[RoundCost]:
-        """The cost of each length: a lower quartile, since noise only ever adds."""
+        """The cost of each length."""
+        timed = self._timed(lengths, budget_seconds)
+        return [RoundCost(self._rows, n, self._depth, seconds) for n, seconds in timed.items()]
+
+    def cut(self, top: int) -> float:
+        """Seconds that a guess costs which is drafted, looked at and cut; 0 where the drafter is
+        not confident of anything."""
+        cut = 0.0
+        self._dial.needs_confidence = True
+        self._rounds(top)
+        if self._dial.cuts:
+            timed = self._timed([top, 1], 0.0)
+            cut = max(0.0, timed[top] - timed[1]) / (top - 1)
+        self._dial.needs_confidence = False
+        return cut
+
+    def _timed(self, lengths: Sequence[int], budget_seconds: float) -> dict[int, float]:
+        """Seconds of a round of each length: a lower quartile, since noise only ever adds."""
         began = time.perf_counter()
         seconds: dict[int, list[float]] = {length: [] for length in lengths}
         for sweep in range(_SWEEPS):
@@ -174,25 +187,7 @@ class _Meter:
                 taken = self._rounds(length)
                 if sweep:
                     seconds[length].extend(taken)
-        return [
-            RoundCost(self._rows, length, self._depth, _lower_quartile(taken))
-            for length, taken in seconds.items()
-        ]
-
-    def cut(self, top: int) -> float:
-        """Seconds that a guess costs which is drafted, looked at and cut; 0 where the drafter is
-        not confident of anything."""
-        seconds: dict[int, list[float]] = {top: [], 1: []}
-        self._dial.needs_confidence = True
-        for sweep in range(_FEWEST_SWEEPS + 1):
-            for length, taken in seconds.items():
-                rounds = self._rounds(length)
-                if not self._dial.cuts:
-                    return 0.0
-                if sweep:
-                    taken.extend(rounds)
-        whole, short = (_lower_quartile(taken) for taken in seconds.values())
-        return max(0.0, whole - short) / (top - 1)
+        return {length: sorted(taken)[len(taken) // 4] for length, taken in seconds.items()}
 
     def _rounds(self, length: int) -> list[float]:
         """Seconds of rounds of a length, from the depth on. The first is not counted: caches grow,
