@@ -4,8 +4,7 @@
 
 Needs token ids only, no tokeniser: `--write-prompts` makes the file with one, from the prompt sets
 of `spec benchmark`. `auto` measures its curves first, as the engine does; its experience is new in
-every set of every trial. Speeds are of decoding, medians over trials; ratios are of a
-token's time in the same trial.
+every set of every trial. Speeds are of decoding; a prompt's time is its median over the trials.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ from spec_core import (
     calibrate,
 )
 
+_WARM = 2
+"""Prompts of each set that are decoded once before anything counts."""
 SETS = ("chat", "code", "math", "copy", "bytes", "prose", "foreign")
 
 
@@ -117,36 +118,36 @@ def measure(
     tokens: int,
     trials: int,
 ) -> dict[str, Any]:
-    """One set: seconds a token of each setting, trial by trial; settings take turns, prompt by
-    prompt, in an order that is drawn for each."""
-    taken: dict[str, list[float]] = {setting.name: [] for setting in settings}
+    """One set: what a token takes in each setting. A prompt's time is its median over the trials;
+    settings take turns, prompt by prompt, in an order that is drawn for each."""
+    taken: dict[str, list[list[float]]] = {each.name: [[] for _ in prompts] for each in settings}
+    weights = [1] * len(prompts)
     identical, states = True, {}
     for trial in range(trials + 1):
         policies = {setting.name: setting.policy() for setting in settings}
-        spent, decoded = dict.fromkeys(taken, 0.0), dict.fromkeys(taken, 0)
-        for turn, prompt in enumerate(prompts):
+        for turn, prompt in enumerate(prompts if trial else prompts[:_WARM]):
             texts = []
             order = random.Random(f"{trial} {turn}")  # what came before may matter
             for setting in order.sample(settings, len(settings)):
                 seconds, text = decode(target, setting, policies[setting.name], prompt, tokens)
-                spent[setting.name] += seconds
-                decoded[setting.name] += len(text) - 1
                 texts.append(text)
+                if setting is settings[0]:
+                    weights[turn] = len(text) - 1
+                if trial:  # where roundings differ by width, answers may differ in length
+                    taken[setting.name][turn].append(seconds / max(1, len(text) - 1))
             identical = identical and all(text == texts[0] for text in texts)
         states = {name: str(policy) for name, policy in policies.items()}
-        for name, seconds in spent.items():
-            # A token's time: where roundings differ by width, answers may differ in length.
-            taken[name] += [seconds / decoded[name]] if trial else []
-    plain = taken[settings[0].name]
+    spent = {
+        name: sum(n * median(each) for n, each in zip(weights, found, strict=True))
+        for name, found in taken.items()
+    }
+    plain = spent[settings[0].name]
     return {
         "identical": identical,
         "auto_ended_at": states.get("auto"),
-        "tokens": decoded[settings[0].name],
-        "plain_tokens_per_second": round(1.0 / median(plain), 2),
-        "speedup": {
-            name: round(median(p / s for p, s in zip(plain, each, strict=True)), 3)
-            for name, each in taken.items()
-        },
+        "tokens": sum(weights),
+        "plain_tokens_per_second": round(sum(weights) / plain, 2),
+        "speedup": {name: round(plain / seconds, 3) for name, seconds in spent.items()},
     }
 
 

@@ -4,6 +4,10 @@ Each contender is a program that is started anew for every prompt, prints its ow
 and is believed; loading is not counted. Contenders: ours plainly and with a drafter, mlx-lm's
 generate, and mlx-dspark's generate with the same drafter and cap (from an environment of its own).
 
+With `--serve` each is a server instead, started once and asked over HTTP, so that what a new
+process pays is paid in an uncounted trial. A speed then is an answer's tokens over its whole time.
+A prompt's computation hardly counts: from the second trial on each server finds it in its cache.
+
     python benchmarks/peers.py --model TARGET --drafter DRAFTER --mode dspark --caps 7 auto \\
         --mlx-dspark /path/to/venv/bin/mlx-dspark --trials 3 --out result.json
 
@@ -19,23 +23,41 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from harness import write
 
 SETS = ("chat", "code", "tool", "math")
 
 
+READY_SECONDS = 600
+_MLX_LM = (sys.executable, "-m", "mlx_lm")
+
+
+class Contender(Protocol):
+    """Something that answers prompts and can be timed."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, prompt: str) -> tuple[float, int, float | None]:
+        """Tokens a second, tokens, and mean accepted length where it is told."""
+
+
 @dataclass(frozen=True, slots=True)
-class Contender:
+class Command:
     """A command line and where its output states speed, tokens and acceptance."""
 
     name: str
@@ -44,7 +66,6 @@ class Contender:
     json: bool = False
 
     def run(self, prompt: str) -> tuple[float, int, float | None]:
-        """Decoding tokens a second, tokens, and mean accepted length where it is told."""
         filled = [part.replace("{prompt}", prompt) for part in self.command]
         ran = subprocess.run(
             filled,
@@ -76,33 +97,143 @@ class Contender:
         raise SystemExit(f"{self.name} states no speed:\n{out}")
 
 
-def contenders(args: argparse.Namespace, model: Path, drafter: Path) -> list[Contender]:
-    """Ours and theirs; the same model, drafter, caps and threads for all."""
-    threads = {"OPENBLAS_NUM_THREADS": "1"}
-    preload = {**threads, "LD_PRELOAD": args.blas} if args.blas else threads
-    blas = {**threads, "SPEC_CPU_BLAS": args.blas or "bundled"}
-    dtype = ("--dtype", "float32" if args.float32 else "bfloat16")
-    ours = (sys.executable, "-m", "spec_cli", "generate", "{prompt}", "--json")
-    ours += ("--model", str(model), "--max-tokens", str(args.max_tokens), *dtype)
-    lm = (sys.executable, "-m", "mlx_lm", "generate", "--model", str(model), "--temp", "0")
-    lm += ("--prompt", "{prompt}", "--max-tokens", str(args.max_tokens))
-    found = [
-        Contender("spec baseline", (*ours, "--mode", "baseline"), blas, json=True),
-        Contender("mlx-lm", lm, preload),
-    ]
-    bits = ("--drafter-bits", "none" if args.drafter_bits == "0" else args.drafter_bits)
-    for cap in args.caps:
-        drafted = ("--mode", args.mode, "--drafter", str(drafter), "--max-draft", cap)
-        found.append(
-            Contender(f"spec {args.mode} {cap}", (*ours, *drafted, *bits), blas, json=True)
+class Server:
+    """A server that runs from entering to leaving; `{port}` in its command is a free port."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        model: str,
+        max_tokens: int,
+    ) -> None:
+        self.name = name
+        self._command, self._environment = command, environment
+        self._model, self._max_tokens = model, max_tokens
+
+    def __enter__(self) -> Server:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._base = f"http://127.0.0.1:{port}/v1"
+        self._log = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [part.replace("{port}", str(port)) for part in self._command],
+            env={**os.environ, **self._environment},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
         )
-        if args.mlx_dspark:
-            theirs = (args.mlx_dspark, "generate", "--model", str(model), "--prompt", "{prompt}")
-            theirs += ("--max-new-tokens", str(args.max_tokens), "--no-stream")
-            theirs += (*drafted, "--drafter-bits", args.drafter_bits)
-            theirs += ("--family", args.family) if args.family else ()
-            found.append(Contender(f"mlx-dspark {args.mode} {cap}", theirs, preload))
-    return found
+        until = time.monotonic() + READY_SECONDS
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > until:
+                self.__exit__()
+                raise SystemExit(f"{self.name} does not serve:\n{self._output()}")
+            time.sleep(0.5)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def run(self, prompt: str) -> tuple[float, int, float | None]:
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": self._max_tokens,
+            "temperature": 0,
+        }
+        request = urllib.request.Request(
+            f"{self._base}/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        begun = time.perf_counter()
+        with urllib.request.urlopen(request) as response:
+            tokens = json.load(response)["usage"]["completion_tokens"]
+        return tokens / (time.perf_counter() - begun), tokens, None
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self._base}/models", timeout=5):
+                return True
+        except OSError:
+            return False
+
+    def _output(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to start: ours and theirs with the same model, drafter, caps and threads.
+
+    Each entry is a name, whose program it is, and options that all its commands take.
+    """
+
+    args: argparse.Namespace
+    model: Path
+    drafter: Path
+
+    def entries(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        args = self.args
+        found: list[tuple[str, str, tuple[str, ...]]] = [
+            ("spec baseline", "spec", ("--mode", "baseline")),
+            ("mlx-lm", "mlx-lm", ()),
+        ]
+        bits = ("--drafter-bits", "none" if args.drafter_bits == "0" else args.drafter_bits)
+        for cap in args.caps:
+            drafted = ("--mode", args.mode, "--drafter", str(self.drafter), "--max-draft", cap)
+            found.append((f"spec {args.mode} {cap}", "spec", (*drafted, *bits)))
+            if args.mlx_dspark:
+                theirs = (*drafted, "--drafter-bits", args.drafter_bits)
+                found.append((f"mlx-dspark {args.mode} {cap}", "mlx-dspark", theirs))
+        return found
+
+    def environment(self, whose: str) -> dict[str, str]:
+        threads = {"OPENBLAS_NUM_THREADS": "1"}
+        if whose == "spec":
+            return {**threads, "SPEC_CPU_BLAS": self.args.blas or "bundled"}
+        return {**threads, "LD_PRELOAD": self.args.blas} if self.args.blas else threads
+
+    def commands(self) -> list[Command]:
+        """Programs to be started anew for each prompt."""
+        model, tokens = ("--model", str(self.model)), str(self.args.max_tokens)
+        asked, family = ("--prompt", "{prompt}"), self.args.family
+        dspark = (self.args.mlx_dspark, "generate", *(("--family", family) if family else ()))
+        heads = {
+            "spec": (*self._ours("generate"), "{prompt}", "--json", "--max-tokens", tokens),
+            "mlx-lm": (*_MLX_LM, "generate", *asked, "--temp", "0", "--max-tokens", tokens),
+            "mlx-dspark": (*dspark, *asked, "--no-stream", "--max-new-tokens", tokens),
+        }
+        return [
+            Command(name, (*heads[whose], *model, *rest), self.environment(whose), whose == "spec")
+            for name, whose, rest in self.entries()
+        ]
+
+    def servers(self) -> list[Server]:
+        """Programs that run until the end."""
+        listen = ("--model", str(self.model), "--host", "127.0.0.1", "--port", "{port}")
+        heads = {
+            "spec": self._ours("serve"),
+            "mlx-lm": (*_MLX_LM, "server"),
+            "mlx-dspark": (self.args.mlx_dspark, "serve"),
+        }
+        return [
+            Server(
+                name,
+                (*heads[whose], *listen, *rest),
+                self.environment(whose),
+                str(self.model),
+                self.args.max_tokens,
+            )
+            for name, whose, rest in self.entries()
+        ]
+
+    def _ours(self, verb: str) -> tuple[str, ...]:
+        dtype = "float32" if self.args.float32 else "bfloat16"
+        return (sys.executable, "-m", "spec_cli", verb, "--dtype", dtype)
 
 
 def cast(folder: Path, into: Path) -> Path:
@@ -151,8 +282,8 @@ def compare(
                     sums[one.name][0] += tokens
                     sums[one.name][1] += tokens / max(rate, 1e-9)
                     accepts[one.name] += [] if length is None else [length]
-            for label, (tokens, seconds) in sums.items():
-                rates[label].setdefault(name, []).append(tokens / seconds)
+            for label, (total, seconds) in sums.items():
+                rates[label].setdefault(name, []).append(total / seconds)
     base = rates[found[0].name]
     return [
         {
@@ -188,6 +319,7 @@ def main() -> None:
     parser.add_argument("--mlx-dspark", help="its command")
     parser.add_argument("--drafter-bits", default="0", help="for both; 0 leaves them")
     parser.add_argument("--family", help="mlx-dspark's, where it cannot tell")
+    parser.add_argument("--serve", action="store_true", help="compare servers, not commands")
     parser.add_argument("--out")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -195,9 +327,14 @@ def main() -> None:
         if args.float32:
             model = cast(model, Path(temporary, model.name))
             drafter = cast(drafter, Path(temporary, drafter.name))
-        found = contenders(args, model, drafter)
+        plan = Plan(args, model, drafter)
         sets = prompts_of(args.sets, args.max_prompts)
-        result = compare(found, sets, args.trials)
+        with ExitStack() as stack:
+            found: Sequence[Contender] = plan.commands()
+            if args.serve:
+                found = [stack.enter_context(server) for server in plan.servers()]
+                compare(found, sets, 1)
+            result = compare(found, sets, args.trials)
     write(args.out, {"pair": [str(args.model.name), str(args.drafter.name)], "runs": result})
 
 

@@ -27,7 +27,7 @@ from spec_core import Batch, Drafter, FixedLength, Request, RowOutcome, RowStatu
 from spec_core.chooser import Sampler
 from spec_targets import ModelTarget
 
-_TURNS, _UNCOUNTED = 3, 4
+_TURNS, _UNCOUNTED = 5, 4
 
 
 class Meter(FixedLength):
