@@ -214,34 +214,25 @@ parked makes up for what it was spared."""
 
 
 class Reader:
-    """Goes through a recorded answer, as a batch does: plain rounds are launched ahead, and tries
-    are shadows where the time of a draft is given."""
+    """Goes through a recorded answer, as a batch does: plain rounds are launched ahead."""
 
-    def __init__(
-        self, key: int, right: Sequence[int], policy: AdaptiveLength | int, draft: float | None
-    ) -> None:
-        self.key, self.right, self.policy, self.draft = key, right, policy, draft
+    def __init__(self, key: int, right: Sequence[int], policy: AdaptiveLength | int) -> None:
+        self.key, self.right, self.policy = key, right, policy
         self.at, self.tokens, self.time = 0, 0, 0.0
-        self.shadow, self.shadow_time = (0, 0), 0.0
 
     def wish(self) -> int:
-        """Guesses for the round that is launched next; a trial begins beside it."""
+        """Guesses for the round that is launched next."""
         row = RowStatus(self.key, self.at + 100, len(self.right) - self.at + 1)
         if isinstance(self.policy, int):
             return min(self.policy, row.remaining - 1)
-        length = min(self.policy.lengths([row])[0], row.remaining - 1)
-        if length and self.policy.trial and self.draft is not None:
-            self.policy.shadowed([row])
-            self.shadow, self.shadow_time, length = (self.at, length), self.draft, 0
-        return length
+        return min(self.policy.lengths([row])[0], row.remaining - 1)
 
     def read(self, curve: Sequence[float]) -> None:
         launched, drafted = False, True
         while self.at < len(self.right):
             length = 0 if launched else self.wish()
-            taken, self.shadow_time = self.shadow_time, 0.0
             ahead = not length and self.at + 1 < len(self.right) and not self.wish()
-            taken += curve[length] if length else plain_time(curve[0], launched, ahead)
+            taken = curve[length] if length else plain_time(curve[0], launched, ahead)
             taken += 0.0 if drafted or not length else CATCH_UP * curve[0]
             launched, drafted = ahead, bool(length)
             self._settle(length, taken)
@@ -253,14 +244,6 @@ class Reader:
         self.time += taken
         if isinstance(self.policy, int):
             return
-        begun, guesses = self.shadow
-        if guesses and self.at > begun:
-            right, ended = self.right[begun], self.at >= len(self.right)
-            agreed = min(guesses, right, self.at - begun)
-            if ended or agreed in (guesses, right):
-                known = agreed if ended and agreed < right else guesses
-                self.policy.observe_shadow(self.key, known, agreed)
-                self.shadow = (0, 0)
         outcome = RowOutcome(self.key, (1,) * (accepted + 1), length, accepted)
         self.policy.observe([outcome], taken)
 
@@ -269,10 +252,9 @@ def read_on(
     answers: Sequence[Sequence[int]],
     curve: Sequence[float],
     choose: AdaptiveLength | int,
-    draft: float | None = None,
 ) -> float:
     """Tokens a millisecond over recorded answers, one after the other."""
-    readers = [Reader(key, right, choose, draft) for key, right in enumerate(answers)]
+    readers = [Reader(key, right, choose) for key, right in enumerate(answers)]
     for reader in readers:
         reader.read(curve)
     return sum(reader.tokens for reader in readers) / sum(reader.time for reader in readers)
@@ -283,12 +265,10 @@ def read_on(
 def test_on_recorded_text_it_is_never_slower_and_close_to_the_best_length(
     curve: list[float], kind: str
 ) -> None:
-    """With tries that verify, and with shadows that cost so much of a plain round; in several
-    orders, since one try that comes a token earlier changes all that follow it."""
+    """In several orders, since one try that comes a token earlier changes all that follow it."""
     orders = [4 * (RECORDED[kind][n:] + RECORDED[kind][:n]) for n in range(3)]
     fixed = [read_on(orders[0], curve, length) for length in range(len(curve))]
-    shadows = [None, 0.1 * curve[0], 0.6 * curve[0]]
-    reached = [read_on(order, curve, policy(curve), each) for order in orders for each in shadows]
+    reached = [read_on(order, curve, policy(curve)) for order in orders]
     mean = sum(reached) / len(reached)
     assert min(reached) >= 0.96 * fixed[0]
     assert mean >= 0.98 * fixed[0]

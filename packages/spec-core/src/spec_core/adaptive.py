@@ -14,7 +14,7 @@ from spec_core.acceptance import Acceptance, expected_tokens
 from spec_core.curves import CostCurves
 from spec_core.errors import InvalidValueError
 from spec_core.pace import NOISE, Pace
-from spec_core.probes import Probes, ShadowTime
+from spec_core.probes import Probes
 from spec_core.scores import Scores
 from spec_core.seams import RowOutcome, RowStatus
 
@@ -33,8 +33,6 @@ dwell time."""
 _SURE, _CHECK_EVERY, _CHECK_ROUNDS = 2.0, 12, 3
 """Where drafting is not better than plain decoding by so many standard deviations of what is known
 of its time, plain rounds are looked at: after so many rounds of drafting, so many."""
-_GAP = 0.3
-"""Plain rounds that are lost where a round that verifies interrupts them."""
 _MOST_ROWS = 256
 """Rows remembered, beyond those that are there."""
 _MOST_SKIPPED = 3
@@ -46,8 +44,6 @@ _COMPARE_EVERY = 32
 costs the host time in every round."""
 _FIRST_NOISE = 0.2
 """Standard deviation, in the logarithm, of the time of the first round that drafts."""
-_SHADOW_SHARE = 0.5
-"""What a shadow takes of the time that verifying its guesses would cost, before one was seen."""
 _ALONE = (RowStatus(key=-1, length=0, remaining=1),)
 """A row without a text or company, before there is any."""
 
@@ -103,10 +99,7 @@ class AdaptiveLength:
         self._probes = Probes()
         self._skipping = self._skipped = 0
         self._promising = False
-        self._trial = False
-        self._shadow_time = ShadowTime()
-        self._shadows: list[tuple[int, int]] = []
-        self._awaited = self._asked = 0
+        self._asked = 0
         self._cut: dict[int, tuple[Sequence[float], int]] = {}
 
     @property
@@ -125,19 +118,12 @@ class AdaptiveLength:
     def parked(self) -> bool:
         return self._length == 0
 
-    @property
-    def trial(self) -> bool:
-        return self._trial
-
     def lengths(self, rows: Sequence[RowStatus]) -> Sequence[int]:
         self._statuses, self._asked = rows, 0
-        length, self._trial = self._length, False
+        length = 0 if self._checks else self._length
         if self._probe_due(rows):
             # What is known speaks for plain decoding, or for lengths that teach little.
             length = self._fair_length(rows)
-            self._trial = self._probes.first and self._shadow_pays(rows, length)
-        elif self._checks:
-            length = 0
         return [length] * len(rows)
 
     def truncate(
@@ -206,26 +192,6 @@ class AdaptiveLength:
         if drafted and (not self.parked or self._probes.convincing):
             self._reconsider(rows)
 
-    def shadowed(self, rows: Sequence[RowStatus]) -> None:
-        self._trial = False
-        self._probes.begin()
-        self._meet(rows, True)
-        self._awaited = len(rows)
-        self._shadow_time.begin()
-
-    def observe_shadow(self, key: int, drafted: int, accepted: int) -> None:
-        self._awaited -= 1
-        if drafted:
-            if key in self._rows:
-                self._rows[key].observe(drafted, accepted)
-            self._shared.observe(drafted, accepted)
-            self._shadows.append((drafted, accepted))
-        if not self._awaited and self._shadows:
-            emitted = sum(accepted + 1 for _, accepted in self._shadows)
-            longest = max(drafted for drafted, _ in self._shadows)
-            self._try_ended(emitted / len(self._shadows), longest)
-            self._shadows = []
-
     def _meet(self, rows: Sequence[RowStatus], drafted: bool) -> None:
         """Rows are met once: by the try that their first round is, or by passing it over. The more
         of them were tried in vain, the more are passed over."""
@@ -254,9 +220,7 @@ class AdaptiveLength:
         held, self._plain_ratio = self._plain_ratio, None
         if held is not None and not drafted:
             self._pace.observe(0, held)
-        if self._shadow_time.running:
-            self._shadow_time.observe(ratio / self._pace.drift)
-        elif drafted:
+        if drafted:
             self._pace.observe(drafted, ratio, noise=NOISE if alike else _FIRST_NOISE)
         elif alike and (not self.parked or self._rounds % _COMPARE_EVERY == 0):
             self._plain_ratio = ratio
@@ -348,27 +312,14 @@ class AdaptiveLength:
     # ------------------------------------------------------------------ probing while parked
 
     def _probe_due(self, rows: Sequence[RowStatus]) -> bool:
-        if not self.parked or not rows or self._awaited:
+        if not self.parked or not rows:
             return False
         if not self._skipping and any(self._unknown(row) for row in rows):
             return True
         if not self._probes.possible:
             return False
         extra = self._plain_rounds(rows, self._fair_length(rows)) - 1.0
-        return self._probes.due(self._try_cost(extra) / self._probe_share)
-
-    def _shadow_pays(self, rows: Sequence[RowStatus], length: int) -> bool:
-        """It costs less than a round that verifies, which is not in vain: it gives tokens."""
-        extra = self._plain_rounds(rows, length) - 1.0
-        shared = self._shared.rates(self._longest)
-        each = [expected_tokens(self._rates_of(row, shared))[length] - 1.0 for row in rows]
-        return self._try_cost(extra) < extra - sum(each) / len(each) + _GAP
-
-    def _try_cost(self, extra: float) -> float:
-        """Of a try, in plain rounds; `extra` is that of a round that verifies it."""
-        seen = self._shadow_time.rounds
-        cost = _SHADOW_SHARE * extra if seen is None else min(seen, extra)
-        return cost if self._shadow_time.possible else extra
+        return self._probes.due(extra / self._probe_share)
 
     def _unknown(self, row: RowStatus) -> bool:
         """A row that could draft and was in no round that did."""
@@ -378,16 +329,10 @@ class AdaptiveLength:
         if not drafted:
             self._probes.rest()
             return
-        if self._trial:
-            self._shadow_time.possible = False
         emitted = sum(outcome.accepted + 1 for outcome in outcomes) / len(outcomes)
-        self._try_ended(emitted, drafted)
-
-    def _try_ended(self, emitted: float, length: int) -> None:
-        """So many tokens a row came of a try, or would have."""
         speeds = self._speeds(self._statuses)
         self._promising = max(speeds[1:]) > _PROMISING * speeds[0]
-        cost = self._plain_rounds(self._statuses, length)
+        cost = self._plain_rounds(self._statuses, drafted)
         self._probes.observe(emitted, cost, self._promising)
 
     def _plain_rounds(self, rows: Sequence[RowStatus], length: int) -> float:

@@ -22,7 +22,6 @@ from spec_core.round import (
     Row,
     allowances,
     commit,
-    end_shadows,
     launch,
     propose,
     settle,
@@ -304,8 +303,6 @@ class Batch:
         """
         if lanes.drafter is None or not any(allowances(lanes, lanes.statuses())):
             return False
-        if lanes.wants_shadow:  # it is made beside a plain round
-            return False
         if not lanes.drafter.needs_host_tokens or lanes.copier is not None:
             return True
         anchor, lanes.anchor = lanes.anchor, flight.tokens[:, 0]
@@ -335,7 +332,6 @@ class Batch:
             return
         order = _fill_holes([row.finish is None for row in lanes.rows])
         if not order:
-            end_shadows(lanes)
             self._lanes = None
             return
         lanes.state.select(order)

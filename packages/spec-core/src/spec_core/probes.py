@@ -1,4 +1,4 @@
-"""When a parked policy tries a draft, and what a try beside a plain round takes."""
+"""When a parked policy tries a draft."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ _CONVINCING = 2
 """Probes in a row that pay for themselves before drafting begins again."""
 _LOOK_EVERY = 8
 """Plain rounds of which one may be followed by a probe: looking costs the host time."""
-_SHADOW_ROUNDS = 3
-"""The rounds that the work of a shadow may fall into."""
 
 
 class Probes:
@@ -41,15 +39,6 @@ class Probes:
         return self._is_due
 
     @property
-    def first(self) -> bool:
-        """The next try follows none that has paid for itself."""
-        return self._tries == 0
-
-    def begin(self) -> None:
-        """A try begins whose outcome comes later."""
-        self._is_due = False
-
-    @property
     def convincing(self) -> bool:
         return self._tries >= _CONVINCING
 
@@ -68,35 +57,3 @@ class Probes:
             self._interval = _PROBE_SOON if promising else wider
             self._plain = self._tries = 0
             self._balance = 0.0
-
-
-class ShadowTime:
-    """What a shadow takes, in plain rounds. Its work falls into the rounds that follow its launch.
-
-    Attributes:
-        possible: the last try could be one.
-        rounds: None before the first one.
-    """
-
-    def __init__(self) -> None:
-        self.possible = True
-        self.rounds: float | None = None
-        self._left = 0
-        self._taken = 0.0
-
-    @property
-    def running(self) -> bool:
-        """The rounds of a shadow are still to be observed."""
-        return self._left > 0
-
-    def begin(self) -> None:
-        self.possible = True
-        self._left, self._taken = _SHADOW_ROUNDS, -float(_SHADOW_ROUNDS)
-
-    def observe(self, rounds: float) -> None:
-        """A round that may hold a part of it took so many times what a plain one takes."""
-        self._left -= 1
-        self._taken += rounds
-        if not self._left:
-            seen = max(0.0, self._taken)
-            self.rounds = seen if self.rounds is None else (self.rounds + seen) / 2.0

@@ -27,7 +27,6 @@ from spec_core.seams import (
     Proposal,
     RowOutcome,
     RowStatus,
-    ShadowPolicy,
     Target,
     TargetState,
 )
@@ -67,7 +66,6 @@ class Flight:
         tokens: [B, T] the forwarded columns, anchor first.
         lengths: guesses verified in each row.
         sources: who guessed, in each row.
-        shadow: guesses that were made beside a plain round, to be compared only.
         committed: the columns are already kept (a plain round whose anchor is settled).
     """
 
@@ -77,29 +75,11 @@ class Flight:
     forward: Forward
     verdict: Verdict
     started: float
-    shadow: Proposal | None = None
     committed: bool = False
 
     @property
     def plain(self) -> bool:
         return self.tokens.shape[1] == 1
-
-
-@dataclass(slots=True)
-class Shadow:
-    """A row's guesses beside a plain round, and how many of them have agreed with its tokens."""
-
-    key: int
-    guesses: list[int]
-    agreed: int = 0
-
-    def follow(self, tokens: Sequence[int]) -> bool:
-        """Compare with the row's next tokens; whether the outcome is known."""
-        for token in tokens[: len(self.guesses) - self.agreed]:
-            if token != self.guesses[self.agreed]:
-                return True
-            self.agreed += 1
-        return self.agreed == len(self.guesses)
 
 
 @dataclass(slots=True)
@@ -109,7 +89,6 @@ class Lanes:
     Attributes:
         anchor: [B] each row's newest token, perhaps still being computed.
         newest: the newest token of each row that is settled, on the host.
-        shadows: guesses that wait for the tokens they are compared with.
     """
 
     target: Target
@@ -122,13 +101,10 @@ class Lanes:
     anchor: mx.array
     newest: list[int]
     settled_at: float = 0.0
-    shadows: list[Shadow] = field(default_factory=list)
     copier: Copier | None = field(init=False)
-    learner: ShadowPolicy | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.copier = self.drafter if isinstance(self.drafter, Copier) else None
-        self.learner = self.policy if isinstance(self.policy, ShadowPolicy) else None
 
     @property
     def taps(self) -> Sequence[int]:
@@ -137,18 +113,6 @@ class Lanes:
     def chooser(self) -> RoundChooser:
         """The sampler of the next round: slot 0 stands right after the anchor."""
         return self.sampler.round([n + 1 for n in self.state.lengths])
-
-    @property
-    def wants_shadow(self) -> bool:
-        """What the policy asked for last can be had as a shadow.
-
-        Unseeded sampling accepts by chance, not by agreement; and a drafter that reads the text
-        on the host would have to wait for it.
-        """
-        if self.learner is None or not self.learner.trial or self.drafter is None:
-            return False
-        by_chance = any(row.request.sampling.rejection for row in self.rows)
-        return not by_chance and not self.drafter.needs_host_tokens
 
     @property
     def copies_only(self) -> bool:
@@ -171,11 +135,7 @@ def launch(lanes: Lanes, *, plain: bool = False) -> Flight:
     """Propose, verify and accept, lazily; only what a host decision needs is read."""
     started = time.perf_counter()
     chooser = lanes.chooser()
-    proposal = None if plain and not lanes.wants_shadow else propose(lanes, chooser)
-    shadow = None
-    if proposal and lanes.wants_shadow:
-        shadow, proposal = proposal, None
-        _tell_shadowed(lanes, shadow)
+    proposal = None if plain else propose(lanes, chooser)
     lengths = proposal.lengths if proposal else (0,) * len(lanes.rows)
     columns = lanes.anchor[:, None]
     if proposal:
@@ -191,14 +151,12 @@ def launch(lanes: Lanes, *, plain: bool = False) -> Flight:
     lanes.sampler.observe(verdict)
     lanes.anchor = verdict.next_token
     sources = (proposal.sources if proposal else ()) or ("",) * len(lengths)
-    return Flight(columns, lengths, sources, forward, verdict, started, shadow)
+    return Flight(columns, lengths, sources, forward, verdict, started)
 
 
 def submit(lanes: Lanes, flight: Flight) -> None:
     """Start the device's work on a flight without waiting."""
     pending = list(lanes.drafts.pending()) if lanes.drafts is not None else []
-    if flight.shadow is not None:
-        pending.append(flight.shadow.tokens)
     start(*flight.verdict.arrays(), lanes.anchor, *lanes.sampler.pending(), *pending)
 
 
@@ -216,8 +174,6 @@ def settle(lanes: Lanes, flight: Flight) -> list[RowOutcome]:
     if not flight.committed:
         commit(lanes, flight, emitted)
     lanes.newest = [tokens[-1] for _, tokens in verdicts]
-    if flight.shadow is not None or lanes.shadows:
-        _follow_shadows(lanes, flight.shadow, outcomes)
     now = time.perf_counter()
     lanes.policy.observe(outcomes, now - max(flight.started, lanes.settled_at))
     lanes.settled_at = now
@@ -247,7 +203,7 @@ def propose(lanes: Lanes, chooser: RoundChooser) -> Proposal | None:
         return None
     proposal = lanes.drafter.propose(lanes.drafts, lanes.anchor, count, chooser)
     lengths = [min(n, w) for n, w in zip(proposal.lengths, wanted, strict=True)]
-    if not lanes.wants_shadow and lanes.policy.needs_confidence and proposal.confidence is not None:
+    if lanes.policy.needs_confidence and proposal.confidence is not None:
         scores: list[list[float]] = proposal.confidence.tolist()  # type: ignore[assignment]
         cut = lanes.policy.truncate(statuses, lengths, scores)
         lengths = [min(n, c) for n, c in zip(lengths, cut, strict=True)]
@@ -256,39 +212,6 @@ def propose(lanes: Lanes, chooser: RoundChooser) -> Proposal | None:
     return Proposal(
         proposal.tokens, tuple(lengths), proposal.log_q, proposal.confidence, proposal.sources
     )
-
-
-def _tell_shadowed(lanes: Lanes, shadow: Proposal) -> None:
-    assert lanes.learner is not None
-    named = zip(lanes.statuses(), shadow.lengths, strict=True)
-    lanes.learner.shadowed([row for row, length in named if length])
-
-
-def _follow_shadows(lanes: Lanes, new: Proposal | None, outcomes: Sequence[RowOutcome]) -> None:
-    """Compare guesses with what their rows emitted; tell the policy of those that are decided, or
-    whose row has ended."""
-    assert lanes.learner is not None
-    if new is not None:
-        guesses: list[list[int]] = new.tokens.tolist()  # type: ignore[assignment]
-        each = zip(lanes.rows, guesses, new.lengths, strict=True)
-        lanes.shadows += [Shadow(row.key, guess[:n]) for row, guess, n in each if n]
-    emitted = {outcome.key: outcome for outcome in outcomes}
-    undecided: list[Shadow] = []
-    for shadow in lanes.shadows:
-        outcome = emitted.get(shadow.key)
-        if outcome is not None and shadow.follow(outcome.tokens):
-            lanes.learner.observe_shadow(shadow.key, len(shadow.guesses), shadow.agreed)
-        elif outcome is None or outcome.finish is not None:
-            lanes.learner.observe_shadow(shadow.key, shadow.agreed, shadow.agreed)
-        else:
-            undecided.append(shadow)
-    lanes.shadows = undecided
-
-
-def end_shadows(lanes: Lanes) -> None:
-    """No row is left that guesses could be compared with: tell the policy."""
-    if lanes.shadows:
-        _follow_shadows(lanes, None, [])
 
 
 def allowances(lanes: Lanes, statuses: Sequence[RowStatus]) -> list[int]:

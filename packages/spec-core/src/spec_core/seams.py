@@ -407,24 +407,3 @@ class DraftPolicy(Protocol):
 
     def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
         """What the round did, and the wall time from launch to settle."""
-
-
-@runtime_checkable
-class ShadowPolicy(DraftPolicy, Protocol):
-    """A DraftPolicy that can learn from guesses that nobody verifies.
-
-    While it decodes plainly and only wants to know what guesses would be worth, they may be made
-    beside a plain round and compared with the tokens that follow: a shadow costs a draft alone,
-    and the next plain round is launched ahead as ever.
-    """
-
-    @property
-    def trial(self) -> bool:
-        """What `lengths` just asked for is for learning only: a shadow serves as well."""
-
-    def shadowed(self, rows: Sequence[RowStatus]) -> None:
-        """These rows got the guesses that were asked for beside a plain round."""
-
-    def observe_shadow(self, key: int, drafted: int, accepted: int) -> None:
-        """So many of a row's guesses could be compared with its tokens, and so many in the lead
-        agreed; told once for every row that was named. 0 drafted: nothing was learnt."""
