@@ -285,7 +285,7 @@ class Terminal:
 
 
 def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(tmp_path: Path) -> None:
-    terminal = Terminal(tmp_path, "chat", "--max-tokens", "3000")
+    terminal = Terminal(tmp_path, "chat", "--max-tokens", "3000", "--mode", "baseline")
     terminal.wait("Ctrl-D leaves")
     terminal.wait(PROMPT)
     terminal.type("Tell me a long story.\r")

@@ -128,7 +128,8 @@ def test_benchmark_compares_every_setting_with_plain_decoding(spec: Spec, tmp_pa
     prompts = tmp_path / "mine.txt"
     prompts.write_text("Write a Python function that checks if a number is even.\n\n")
     arguments = ("--trials", "1", "--max-tokens", "20", "--prompts", str(prompts), "--json")
-    ran = spec("benchmark", *arguments, "--modes", "dspark,lookup", "--max-draft", "2,full,998,999")
+    lengths = ("--no-lookup-drafts", "--modes", "dspark,lookup", "--max-draft", "2,full,998,999")
+    ran = spec("benchmark", *arguments, *lengths)
     assert ran.code == 0, ran.err
     record = json.loads(ran.out)
     assert {"device", "versions", "model", "drafter", "prompts", "runs", "verdict"} <= set(record)
@@ -162,7 +163,7 @@ def test_benchmark_prints_tables(spec: Spec) -> None:
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
     assert any(line.startswith("baseline") and "1.00x" in line for line in lines)
-    assert any(line.startswith("dspark") for line in lines)
+    assert any(line.startswith("dspark+lookup") for line in lines)
     assert any("ms a round" in line for line in lines)
 
 
@@ -176,10 +177,10 @@ def test_benchmark_of_chosen_lengths_as_a_page_and_a_picture(spec: Spec, tmp_pat
     )
     assert ran.code == 0, ran.err
     assert ran.out.startswith("# spec-tiny, float32" if sys.platform == "linux" else "# spec-tiny")
-    assert "| dspark auto |" in ran.out
-    assert "| 100 | dspark auto |" in ran.out
+    assert "| dspark+lookup auto |" in ran.out
+    assert "| 100 | dspark+lookup auto |" in ran.out
     assert "All answers are identical" in ran.out
-    assert "dspark auto" in picture.read_text()
+    assert "dspark+lookup auto" in picture.read_text()
 
 
 @pytest.mark.parametrize(

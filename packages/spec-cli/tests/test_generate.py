@@ -64,7 +64,7 @@ def test_json_has_exactly_the_agreed_keys(spec: Spec) -> None:
     record = as_json(spec, PROMPT)
     assert list(record) == KEYS
     assert record["text"] == ANSWER
-    assert record["mode"] == "dspark"
+    assert record["mode"] == "dspark+lookup"
     assert record["drafter"] == "spec-tiny-dspark"
     assert record["max_draft"] == "full"
     assert record["completion_tokens"] == len(record["token_ids"])
@@ -88,10 +88,10 @@ def plain(spec: Spec) -> dict[str, Any]:
         ["--mode", "dspark", "--max-draft", "3"],
         ["--mode", "dflash"],
         ["--mode", "lookup"],
-        ["--lookup-drafts"],
+        ["--no-lookup-drafts"],
         ["--max-draft", "auto"],
         ["--max-draft", "auto", "--mode", "lookup"],
-        ["--max-draft", "auto", "--lookup-drafts"],
+        ["--max-draft", "auto", "--no-lookup-drafts"],
         ["--confidence-threshold", "0.6"],
         ["--drafter", str(bundled.TARGET.with_name("spec-tiny-dflash"))],
         ["--model", "spec-tiny", "--max-draft", "full"],
@@ -108,7 +108,7 @@ def test_every_way_of_drafting_gives_the_plain_answer(
 def test_a_draft_length_of_0_is_plain_decoding(spec: Spec, plain: dict[str, Any]) -> None:
     record = as_json(spec, PROMPT, "--max-draft", "0")
     assert record["token_ids"] == plain["token_ids"]
-    assert (record["mode"], record["max_draft"], record["drafted"]) == ("dspark", "0", 0)
+    assert (record["mode"], record["max_draft"], record["drafted"]) == ("dspark+lookup", "0", 0)
 
 
 def test_the_plain_answer_has_plain_statistics(plain: dict[str, Any]) -> None:
@@ -120,9 +120,8 @@ def test_the_plain_answer_has_plain_statistics(plain: dict[str, Any]) -> None:
 def test_auto_says_where_it_stands(spec: Spec) -> None:
     record = as_json(spec, PROMPT, "--max-draft", "auto")
     assert re.fullmatch(r"auto: (parked|\d+)", record["max_draft"])
-    assert (
-        f"dspark ({record['max_draft'][:5]}" in spec("generate", PROMPT, "--max-draft", "auto").err
-    )
+    told = spec("generate", PROMPT, "--max-draft", "auto").err
+    assert f"dspark+lookup ({record['max_draft'][:5]}" in told
 
 
 @pytest.fixture
@@ -161,12 +160,12 @@ def test_the_first_run_says_that_it_measures_and_where_it_cannot_store(
     spec: Spec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SPEC_CURVES_DIR", str(tmp_path / "curves"))
-    first, second = (spec("generate", "--lookup-drafts", PROMPT) for _ in range(2))
+    first, second = (spec("generate", PROMPT) for _ in range(2))
     assert "measuring what rounds cost here" in first.err
     assert "measuring" not in second.err
     (tmp_path / "file").touch()
     monkeypatch.setenv("SPEC_CURVES_DIR", str(tmp_path / "file" / "curves"))
-    unstored = spec("generate", "--lookup-drafts", PROMPT)
+    unstored = spec("generate", PROMPT)
     assert unstored.err.count("note: ") == 1
     assert "cannot be stored" in unstored.err
     assert first.out == second.out == unstored.out

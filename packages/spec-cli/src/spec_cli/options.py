@@ -238,6 +238,13 @@ loading_options = apply(
     ),
 )
 
+copies_option = click.option(
+    "--lookup-drafts/--no-lookup-drafts",
+    default=True,
+    show_default=True,
+    help="Where the text repeats itself, copy from it instead of asking the drafter.",
+)
+
 drafting_options = apply(
     click.option(
         "--drafter", metavar="FOLDER|ID", help="Drafter. [default: the one known for the target]"
@@ -265,12 +272,7 @@ drafting_options = apply(
         type=float,
         help="Cut each draft before the first guess whose confidence is below this, in (0, 1].",
     ),
-    click.option(
-        "--lookup-drafts/--no-lookup-drafts",
-        default=False,
-        show_default=True,
-        help="Copy from the text so far where it repeats itself, instead of asking the drafter.",
-    ),
+    copies_option,
 )
 
 answer_options = apply(

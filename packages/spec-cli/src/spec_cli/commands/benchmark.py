@@ -17,6 +17,7 @@ import click
 from spec_cli import bundled, loading
 from spec_cli.options import (
     bits,
+    copies_option,
     draft_lengths,
     json_option,
     loading_options,
@@ -122,6 +123,7 @@ def _picture(context: click.Context, parameter: click.Parameter, value: Path | N
 @click.option(
     "--confidence-threshold", type=float, help="For the drafters that score their guesses."
 )
+@copies_option
 @loading_options
 @click.option(
     "--mlx-lm/--no-mlx-lm", default=True, show_default=True, help="Measure mlx-lm's own loop too."
@@ -206,6 +208,7 @@ def _prepare(options: dict[str, Any], show: Callable[[str], None]) -> tuple[Plan
         kv_bits=bits(options["kv_bits"]),
         drafter_bits=bits(options["drafter_bits"]),
         trust_remote_code=options["trust_remote_code"],
+        lookup_drafts=options["lookup_drafts"],
     )
     sets = _sets(options)
     folder = locate_target(asked)
