@@ -3,8 +3,10 @@
     python benchmarks/lengths.py --pair TARGET DRAFTER --prompts prompts.json --out result.json
 
 Needs token ids only, no tokeniser: `--write-prompts` makes the file with one, from the prompt sets
-of `spec benchmark`. `auto` measures its curves first, as the engine does; its experience is new in
-every set of every trial. Speeds are of decoding; a prompt's time is its median over the trials.
+of `spec benchmark`. `auto` is what the commands do where nothing is asked for, copies from the text
+included; `auto, no copies` only drafts, as the fixed lengths do. Both measure their curves first,
+as the engine does; their experience is new in every set of every trial. Speeds are of decoding; a
+prompt's time is its median over the trials.
 """
 
 from __future__ import annotations
@@ -24,13 +26,15 @@ from harness import write
 from spec_core import (
     AdaptiveLength,
     Batch,
-    CostCurves,
+    CopyLength,
     Drafter,
     DraftPolicy,
     FixedLength,
+    FreeDrafter,
     Request,
     SamplingParams,
     Target,
+    WithCopies,
     calibrate,
 )
 
@@ -144,7 +148,7 @@ def measure(
     plain = spent[settings[0].name]
     return {
         "identical": identical,
-        "auto_ended_at": states.get("auto"),
+        "auto_ended_at": states["auto"],
         "tokens": sum(weights),
         "plain_tokens_per_second": round(sum(weights) / plain, 2),
         "speedup": {name: round(plain / seconds, 3) for name, seconds in spent.items()},
@@ -152,10 +156,11 @@ def measure(
 
 
 def verdict(found: dict[str, Any]) -> dict[str, Any]:
-    """Auto against plain decoding, and against the best of all fixed lengths and plain."""
+    """Auto against the best of all fixed lengths and plain decoding."""
     speedup = found["speedup"]
-    best = max(value for name, value in speedup.items() if name != "auto")
-    return {**found, "auto_of_best": round(speedup["auto"] / best, 3)}
+    best = max(value for name, value in speedup.items() if not name.startswith("auto"))
+    shares = {name: speedup[name] / best for name in speedup if name.startswith("auto")}
+    return {**found, "of_best": {name: round(share, 3) for name, share in shares.items()}}
 
 
 def main() -> None:
@@ -174,18 +179,24 @@ def main() -> None:
     if arguments.write_prompts:
         write_prompts(arguments.pair[0], arguments.write_prompts, arguments.prompts)
         return
+    from spec_drafters.combined import with_lookup
     from spec_drafters.load import load_drafter
     from spec_targets import load_target
 
     target = load_target(arguments.pair[0], dtype=arguments.dtype).target
     drafter = load_drafter(arguments.pair[1], target, dtype=arguments.dtype)
-    curves: CostCurves = calibrate(target, drafter)
+    both = with_lookup(drafter)
+    curves = calibrate(target, drafter)
+    copies = calibrate(target, FreeDrafter(both.lookup.max_block))
     settings = [Setting("plain", None, FixedLength)]
     settings += [
         Setting(str(n), drafter, lambda n=n: FixedLength(n))  # type: ignore[misc]
         for n in arguments.lengths
     ]
-    settings.append(Setting("auto", drafter, lambda: AdaptiveLength(curves)))
+    settings += [
+        Setting("auto, no copies", drafter, lambda: AdaptiveLength(curves)),
+        Setting("auto", both, lambda: WithCopies(CopyLength(copies), AdaptiveLength(curves))),
+    ]
     prompts = read_prompts(arguments.prompts)
     points = [[p.rows, p.length, p.depth, round(1e3 * p.seconds, 3)] for p in curves.points]
     sets = {}

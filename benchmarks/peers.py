@@ -2,7 +2,8 @@
 
 Each contender is a program that is started anew for every prompt, prints its own decoding speed,
 and is believed; loading is not counted. Contenders: ours plainly and with a drafter, mlx-lm's
-generate, and mlx-dspark's generate with the same drafter and cap (from an environment of its own).
+generate, and mlx-dspark's generate with the same drafter and cap (from an environment of its own),
+both with copies from the text beside the drafter or both without.
 
 With `--serve` each is a server instead, started once and asked over HTTP, so that what a new
 process pays is paid in an uncounted trial. A speed then is an answer's tokens over its whole time.
@@ -33,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import resources
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -183,12 +185,14 @@ class Plan:
             ("mlx-lm", "mlx-lm", ()),
         ]
         bits = ("--drafter-bits", "none" if args.drafter_bits == "0" else args.drafter_bits)
-        for cap in args.caps:
+        for cap, copies in product(args.caps, args.copies):
+            name = f"{args.mode} {cap}" + (" with copies" if copies == "yes" else "")
             drafted = ("--mode", args.mode, "--drafter", str(self.drafter), "--max-draft", cap)
-            found.append((f"spec {args.mode} {cap}", "spec", (*drafted, *bits)))
+            drafted += ("--lookup-drafts" if copies == "yes" else "--no-lookup-drafts",)
+            found.append((f"spec {name}", "spec", (*drafted, *bits)))
             if args.mlx_dspark:
                 theirs = (*drafted, "--drafter-bits", args.drafter_bits)
-                found.append((f"mlx-dspark {args.mode} {cap}", "mlx-dspark", theirs))
+                found.append((f"mlx-dspark {name}", "mlx-dspark", theirs))
         return found
 
     def environment(self, whose: str) -> dict[str, str]:
@@ -310,6 +314,7 @@ def main() -> None:
     parser.add_argument("--drafter", required=True, type=Path)
     parser.add_argument("--mode", default="dspark", choices=("dspark", "dflash"))
     parser.add_argument("--caps", nargs="+", default=["7"])
+    parser.add_argument("--copies", nargs="+", default=["yes"], choices=("no", "yes"))
     parser.add_argument("--sets", nargs="+", default=list(SETS))
     parser.add_argument("--max-prompts", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=128)
