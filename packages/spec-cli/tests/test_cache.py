@@ -34,7 +34,7 @@ def test_a_second_run_reuses_the_first_one_s_prompt(spec: Spec, tmp_path: Path) 
     assert listed["target"].startswith("spec-tiny ")
     line = spec("cache", "ls", str(tmp_path / "kept")).out
     assert line.startswith(listed["root"][:12])
-    assert "spec-tiny, dspark+lookup, float32" in line
+    assert "spec-tiny, dspark, float32" in line
     seen = json.loads(spec("cache", "stats", "--json", str(tmp_path / "kept")).out)
     assert (seen["bytes"], seen["files"]) == (listed["nbytes"], listed["files"])
     said = spec("cache", "stats", str(tmp_path / "kept")).out

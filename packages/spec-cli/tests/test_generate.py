@@ -64,7 +64,7 @@ def test_json_has_exactly_the_agreed_keys(spec: Spec) -> None:
     record = as_json(spec, PROMPT)
     assert list(record) == KEYS
     assert record["text"] == ANSWER
-    assert record["mode"] == "dspark+lookup"
+    assert record["mode"] == "dspark"
     assert record["drafter"] == "spec-tiny-dspark"
     assert record["max_draft"] == "full"
     assert record["completion_tokens"] == len(record["token_ids"])
@@ -88,7 +88,7 @@ def plain(spec: Spec) -> dict[str, Any]:
         ["--mode", "dspark", "--max-draft", "3"],
         ["--mode", "dflash"],
         ["--mode", "lookup"],
-        ["--no-lookup-drafts"],
+        ["--lookup-drafts"],
         ["--max-draft", "auto"],
         ["--max-draft", "auto", "--mode", "lookup"],
         ["--max-draft", "auto", "--no-lookup-drafts"],
@@ -108,7 +108,7 @@ def test_every_way_of_drafting_gives_the_plain_answer(
 def test_a_draft_length_of_0_is_plain_decoding(spec: Spec, plain: dict[str, Any]) -> None:
     record = as_json(spec, PROMPT, "--max-draft", "0")
     assert record["token_ids"] == plain["token_ids"]
-    assert (record["mode"], record["max_draft"], record["drafted"]) == ("dspark+lookup", "0", 0)
+    assert (record["mode"], record["max_draft"], record["drafted"]) == ("dspark", "0", 0)
 
 
 def test_the_plain_answer_has_plain_statistics(plain: dict[str, Any]) -> None:

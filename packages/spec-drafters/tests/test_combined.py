@@ -119,7 +119,7 @@ class TestWhoGuesses:
     def test_with_lookup_asks_for_longer_matches_than_lookup_alone(self) -> None:
         combined = with_lookup(Recorded())
         assert propose(combined, filled(combined, [HIT]), 3).sources == ("scripted",)
-        assert propose(combined, filled(combined, [[1, 2, 9, 8] * 2 + [1]]), 3).sources == (
+        assert propose(combined, filled(combined, [[1, 2, 9, 8] * 3 + [1]]), 3).sources == (
             "lookup",
         )
         assert with_lookup(Recorded(), Lookup(5)).lookup.max_block == Lookup(5).max_block

@@ -15,6 +15,7 @@ from spec_drafters.lookup import Lookup
 from spec_server import Completion, Engine, Facts, Limits, LoadOptions, Tokeniser
 from spec_server.errors import ModelLoadError, TemplateError
 from spec_server.job import Labels
+from spec_server.loading import MaxDraft
 from spec_server.worker import Models, Worker
 from spec_targets import load_target
 
@@ -317,6 +318,15 @@ def test_options_out_of_range_are_named(options: dict[str, object], field: str) 
     with pytest.raises(InvalidValueError) as caught:
         LoadOptions("anything", **options)  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("max_draft", ["auto", None, 3])
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_copies_stand_beside_a_drafter_where_asked_for_or_where_the_length_is_auto(
+    max_draft: MaxDraft, asked: bool | None
+) -> None:
+    options = LoadOptions("anything", max_draft=max_draft, lookup_drafts=asked)
+    assert options.copies == (max_draft == "auto" if asked is None else asked)
 
 
 def test_a_cast_is_used(chain: Path) -> None:

@@ -23,7 +23,7 @@ def drafting(options: Mapping[str, Any]) -> dict[str, Any]:
         "drafter": options["drafter"],
         "mode": options["mode"],
         "max_draft": max_draft(options),
-        "lookup_drafts": options["lookup_drafts"] and options["mode"] != "baseline",
+        "lookup_drafts": options["lookup_drafts"],
         "confidence_threshold": options["confidence_threshold"],
         "dtype": options["dtype"],
         "kv_bits": bits(options["kv_bits"]),

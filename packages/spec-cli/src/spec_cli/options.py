@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -240,9 +241,9 @@ loading_options = apply(
 
 copies_option = click.option(
     "--lookup-drafts/--no-lookup-drafts",
-    default=True,
-    show_default=True,
-    help="Where the text repeats itself, copy from it instead of asking the drafter.",
+    default=None,
+    help="Where the text repeats itself, copy from it instead of asking the drafter. "
+    "[default: where the draft length is auto]",
 )
 
 drafting_options = apply(
@@ -370,7 +371,7 @@ def kept_prefixes(options: dict[str, Any]) -> CacheOptions:
     if folder is None:
         return CacheOptions(options["prefix_cache_ram"])
     return CacheOptions(
-        options["prefix_cache_ram"], options["prefix_cache_disk"], Path(folder).expanduser()
+        options["prefix_cache_ram"], options["prefix_cache_disk"], Path(os.path.expanduser(folder))
     )
 
 

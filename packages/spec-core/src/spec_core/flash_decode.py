@@ -71,7 +71,13 @@ def attend(
     half = queries.dtype == mx.float16
     parts, weights = _partial()(
         inputs=[queries, keys, values, ends, _scalar(scale)],
-        template=[("D", dim), ("TILES", tiles), ("CAUSAL", causal), ("HALF", half)],
+        template=[
+            ("D", dim),
+            ("TILES", tiles),
+            ("WARPS", _WARPS),
+            ("CAUSAL", causal),
+            ("HALF", half),
+        ],
         grid=(splits * _WARPS * 32, key_heads, rows * groups),
         threadgroup=(_WARPS * 32, 1, 1),
         output_shapes=[(rows, heads, columns, splits, dim), (rows, heads, columns, splits, 2)],
@@ -141,7 +147,7 @@ __device__ inline unsigned pack(float low, float high) {
 # 2j + 9 of its rows. Which dimension a column stands for is free as long as both factors agree:
 # here thread j takes D / 4 dimensions that follow each other, so that it reads them at once.
 _PARTIAL = r"""
-  constexpr int STEPS = D / 16, COLUMNS = D / 8, ROWS = TILES * 16, WARPS = 4;
+  constexpr int STEPS = D / 16, COLUMNS = D / 8, ROWS = TILES * 16;
   __shared__ uint4 query_tiles[TILES][STEPS][32];
   __shared__ float others[2][ROWS][D];
   __shared__ float other_weights[2][ROWS][2];

@@ -109,7 +109,7 @@ def is_hub_id(text: str) -> bool:
 
 def _places(path: str, beside: Path | None) -> list[Path]:
     """Where a local file or folder of this name may be, most specific first."""
-    places = [Path(path).expanduser()] if path else []
+    places = [Path(os.path.expanduser(path))] if path else []
     if beside is not None and path and len(Path(path).parts) == 1:
         places.append(Path(beside).resolve().parent / path)
     return places

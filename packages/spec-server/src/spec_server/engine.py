@@ -135,7 +135,7 @@ class Engine:
         drafter: str | Path | None = None,
         mode: Mode = "auto",
         max_draft: MaxDraft = DEFAULT_MAX_DRAFT,
-        lookup_drafts: bool = False,
+        lookup_drafts: bool | None = None,
         confidence_threshold: float | None = None,
         dtype: DType | None = None,
         kv_bits: Bits | None = None,
@@ -156,7 +156,8 @@ class Engine:
                 block; "auto": the length with the most tokens a second, from round times that are
                 measured once on this device (a few seconds) and from live acceptance. (The command
                 line takes "auto" where nothing else is asked for.)
-            lookup_drafts: let a hit of the lookup replace the drafter's guesses.
+            lookup_drafts: let a hit of the lookup replace the drafter's guesses; None: where
+                `max_draft` is "auto".
             confidence_threshold: cut a draft before the first guess below it, in (0, 1].
             dtype: of the target's weights and activations; None: see `loading.default_dtype`.
             kv_bits: quantise keys and values.

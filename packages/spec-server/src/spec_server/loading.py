@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -62,12 +62,18 @@ class LoadOptions:
     drafter: str | None = None
     mode: Mode = "auto"
     max_draft: MaxDraft = DEFAULT_MAX_DRAFT
-    lookup_drafts: bool = False
+    lookup_drafts: bool | None = None
     confidence_threshold: float | None = None
     dtype: DType | None = None
     kv_bits: Bits | None = None
     drafter_bits: Bits | Literal["auto"] | None = "auto"
     trust_remote_code: bool = False
+
+    @property
+    def copies(self) -> bool:
+        """Whether a hit of the lookup replaces the drafter's guesses: where nothing was said, if
+        the length is chosen by what copies bring."""
+        return self.max_draft == "auto" if self.lookup_drafts is None else self.lookup_drafts
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, get_args(Mode))
@@ -188,6 +194,14 @@ class DrafterParts:
     @property
     def mode(self) -> str:
         return "baseline" if self.drafter is None else self.drafter.name
+
+    def with_copies(self) -> DrafterParts:
+        """The same, a trained drafter being replaced by hits of the lookup."""
+        from spec_drafters.combined import with_lookup
+
+        if self.drafter is None or self.source is None:
+            return self
+        return replace(self, drafter=with_lookup(self.drafter))
 
 
 def load(options: LoadOptions, *, max_rows: int = 1, announce: Announce | None = None) -> Loaded:
@@ -433,7 +447,6 @@ def load_drafter_parts(
     Raises:
         SpecError: as `choose_drafter`.
     """
-    from spec_drafters.combined import with_lookup
     from spec_drafters.lookup import Lookup
 
     if options.mode == "baseline":
@@ -446,9 +459,8 @@ def load_drafter_parts(
         if options.mode != "auto" or options.drafter is not None:
             raise
         return DrafterParts(Lookup(), None, (_by_lookup(error),))
-    if options.lookup_drafts:
-        drafter = with_lookup(drafter)
-    return DrafterParts(drafter, choice.source, path=choice.path)
+    drafting = DrafterParts(drafter, choice.source, path=choice.path)
+    return drafting.with_copies() if options.copies else drafting
 
 
 def _trained(options: LoadOptions, target_folder: Path, hub: Hub | None) -> DrafterChoice:

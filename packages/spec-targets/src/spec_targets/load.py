@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -118,7 +119,7 @@ def locate(path_or_id: str | Path, revision: str | None = None) -> Path:
 
     Raises TargetNotFoundError.
     """
-    path = Path(path_or_id).expanduser()
+    path = Path(os.path.expanduser(path_or_id))
     if path.is_dir():
         return path
     name = str(path_or_id)

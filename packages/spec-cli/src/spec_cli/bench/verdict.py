@@ -41,7 +41,7 @@ def _adaptive(result: Result, drafted: Sequence[Result]) -> str:
     """How the chosen lengths fare on each set, and against the best fixed one."""
     sets = ", ".join(_on(name, one) for name, one in result.sets.items())
     said = f"{label(result)}: {sets}"
-    fixed = [r for r in drafted if r.mode == result.mode and r.max_draft != "auto"]
+    fixed = [r for r in drafted if _drafter(r) == _drafter(result) and r.max_draft != "auto"]
     if not fixed:
         return f"{said}."
     shares = {
@@ -54,6 +54,11 @@ def _adaptive(result: Result, drafted: Sequence[Result]) -> str:
         f"{said}; {middle:.2f} of the speed of the best fixed length (median of the sets; "
         f"least on {worst}, {shares[worst]:.2f})."
     )
+
+
+def _drafter(result: Result) -> str:
+    """The mode, whether copies stand beside it or not."""
+    return result.mode.partition("+")[0]
 
 
 def _on(name: str, one: SetResult) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -118,7 +119,7 @@ def _load(chat: Chat, argument: str) -> None:
 def _path(argument: str, name: str) -> Path:
     if not argument:
         raise click.UsageError(f"/{name} needs a file's name")
-    return Path(argument).expanduser()
+    return Path(os.path.expanduser(argument))
 
 
 def _stats(chat: Chat, argument: str) -> None:

@@ -272,10 +272,12 @@ def _settings(
     settings = [Setting("baseline", None, None, FixedLength)]
     for variant, choice in variants:
         before = mx.get_active_memory()
-        drafting = load_drafter_parts(variant, parts, choice)
+        trained = load_drafter_parts(replace(variant, lookup_drafts=False), parts, choice)
         size = mx.get_active_memory() - before
-        for length in _in_force(options["lengths"], drafting.drafter):
+        widest = trained.with_copies() if variant.copies else trained
+        for length in _in_force(options["lengths"], widest.drafter):
             capped = replace(variant, max_draft=length)
+            drafting = trained.with_copies() if capped.copies else trained
             curves = None
             if length == "auto":
                 rows = max([1, *options["concurrency"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -56,7 +57,7 @@ def _found(name: str, cached: Mapping[str, Cached]) -> Cached:
         return cached[name]
     if name == bundled.NAME:
         raise CacheError(f"{name} is a part of this program, and stays")
-    if Path(name).expanduser().exists():
+    if Path(os.path.expanduser(name)).exists():
         raise CacheError(f"{name} is not in {cache_folder()}; remove it yourself")
     near = get_close_matches(name, cached, n=1)
     meant = f"did you mean {near[0]}?" if near else "`spec models` shows what is downloaded"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ def _folder(name: str) -> Path | Finding:
     """Where the files are, or why they are not there."""
     from spec_cli.hub import cache_folder, snapshot
 
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
     if path.exists():
@@ -136,7 +137,11 @@ def _files(folder: Path, load: LoadOptions) -> Iterator[Finding]:
 
 
 def _again(name: str) -> str:
-    return "" if Path(name).expanduser().is_dir() else f"`spec pull {name}` fetches what is missing"
+    return (
+        ""
+        if Path(os.path.expanduser(name)).is_dir()
+        else f"`spec pull {name}` fetches what is missing"
+    )
 
 
 def _drafter_kind(folder: Path) -> str | None:
@@ -226,7 +231,7 @@ def _get_drafter(load: LoadOptions) -> str:
 
     if load.mode == "lookup":
         return ""
-    if load.drafter is not None and Path(load.drafter).expanduser().exists():
+    if load.drafter is not None and Path(os.path.expanduser(load.drafter)).exists():
         return "`spec models` lists the drafters that are known for a target"
     if load.drafter is not None:
         return f"`spec pull {load.drafter}` fetches it, if it is one that fits"
