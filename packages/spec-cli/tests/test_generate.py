@@ -275,6 +275,8 @@ USAGE = [
     (["hi", "--stop", ""], "--stop is ["),
     (["hi", "--logit-bias", "99999=1"], "--logit-bias is 99999"),
     (["hi", "--prefix-cache-dir", "x", "--prefix-cache-ram", "0"], "--prefix-cache-ram is 0"),
+    (["hi", "--prefix-cache-dir", "~no-such-user/x"], "the home of a user that there is not"),
+    (["hi", "--model", "~no-such-user/x"], "~no-such-user/x"),
     (["hi", "--prefix-cache-dir", "x", "--prefix-cache-disk", "0"], "--prefix-cache-disk is 0"),
     (["hi", "--confidence-threshold", "2"], "--confidence-threshold is 2.0"),
     (["hi", "--confidence-threshold", "0.5", "--mode", "dflash"], "no confidence head"),

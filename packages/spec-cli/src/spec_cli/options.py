@@ -364,15 +364,23 @@ cache_options = apply(
 
 
 def kept_prefixes(options: dict[str, Any]) -> CacheOptions:
-    """The options of a prefix cache."""
+    """The options of a prefix cache.
+
+    Raises:
+        click.UsageError: the folder is below an unknown home.
+    """
     from spec_server import CacheOptions
 
     folder = options["prefix_cache_dir"]
     if folder is None:
         return CacheOptions(options["prefix_cache_ram"])
-    return CacheOptions(
-        options["prefix_cache_ram"], options["prefix_cache_disk"], Path(os.path.expanduser(folder))
-    )
+    place = os.path.expanduser(folder)
+    if place.startswith("~"):
+        raise click.UsageError(
+            f"--prefix-cache-dir is {folder!r}, below the home of a user that there is not; "
+            "name another folder"
+        )
+    return CacheOptions(options["prefix_cache_ram"], options["prefix_cache_disk"], Path(place))
 
 
 prompt_file_option = click.option(

@@ -105,9 +105,10 @@ def _folder(name: str) -> Path | Finding:
 def _get_model(name: str) -> str:
     """How to come by a model that is missing."""
     from spec_drafters.pairs import nearest_names
+    from spec_drafters.resolve import is_hub_id
 
     near = nearest_names(name)
-    if "/" in name and (name in near or not near):
+    if is_hub_id(name) and (name in near or not near):
         return f"`spec pull {name}` fetches it"
     if not near:
         return "name a folder, or a hub id (owner/name)"
@@ -228,13 +229,15 @@ def _chosen(load: LoadOptions, found: Found) -> tuple[DrafterChoice, DrafterSpec
 def _get_drafter(load: LoadOptions) -> str:
     """How to come by a drafter that is missing."""
     from spec_drafters.pairs import find_pair
+    from spec_drafters.resolve import is_hub_id
 
     if load.mode == "lookup":
         return ""
     if load.drafter is not None and Path(os.path.expanduser(load.drafter)).exists():
         return "`spec models` lists the drafters that are known for a target"
     if load.drafter is not None:
-        return f"`spec pull {load.drafter}` fetches it, if it is one that fits"
+        fetched = f"`spec pull {load.drafter}` fetches it, if it is one that fits"
+        return fetched if is_hub_id(load.drafter) else "name a folder, or a hub id (owner/name)"
     pair = find_pair(load.model)
     known = None if pair is None else pair.drafter(load.mode)
     if known is None:
