@@ -27,6 +27,9 @@ _WORTH = 1.03
 """A change has to promise this much..."""
 _WORTH_PARKING = 1.06
 """...parking more, since a parked row learns slowly."""
+_GIVE_UP = 2.0
+"""Plain rounds that drafting has to have lost before it is parked: a few failures in a row, where a
+text begins, say little."""
 _FIRST_DWELL = 2
 """Rounds before the first change. Later ones wait half as long as the policy is old, up to the
 dwell time."""
@@ -99,6 +102,7 @@ class AdaptiveLength:
         self._probes = Probes()
         self._skipping = self._skipped = 0
         self._promising = False
+        self._lost = 0.0
         self._asked = 0
         self._cut: dict[int, tuple[Sequence[float], int]] = {}
 
@@ -176,9 +180,12 @@ class AdaptiveLength:
                 row = self._rows.setdefault(outcome.key, Acceptance())
                 row.observe(outcome.drafted, outcome.accepted, rate)
                 self._shared.observe(outcome.drafted, outcome.accepted, rate)
-        if self._asked and drafted and not self.parked:
+        if drafted and not self.parked:
             emitted = sum(outcome.accepted + 1 for outcome in outcomes)
-            self._scores.gave(emitted, self._time(rows, drafted) + self._cut_time(drafted))
+            lost = self._plain_rounds(rows, drafted) - emitted / len(outcomes)
+            self._lost = max(0.0, self._lost + lost)
+            if self._asked:
+                self._scores.gave(emitted, self._time(rows, drafted) + self._cut_time(drafted))
         self._since_change += 1
         self._rounds += 1
         self._forget_absent(rows)
@@ -263,14 +270,15 @@ class AdaptiveLength:
         speeds = self._speeds(rows)
         if self._cuts and self._scores.speed is not None:
             speeds[-1] = max(speeds[-1], self._scores.speed)
-        best = max(range(len(speeds)), key=speeds.__getitem__)
+        shortest = 0 if self.parked or self._lost >= _GIVE_UP else 1
+        best = max(range(shortest, len(speeds)), key=speeds.__getitem__)
         gain = speeds[best] / speeds[self._length]
         self._check(math.log(speeds[self._length] / speeds[0]))
         patience = min(max(_FIRST_DWELL, self._rounds // 2), self._dwell)
         worth = _WORTH if best else _WORTH_PARKING
         if best != self._length and gain > worth and self._since_change >= patience:
             self._length = best
-            self._since_change = 0
+            self._since_change, self._lost = 0, 0.0
             self._check_every = _CHECK_EVERY
             self._probes = Probes()
 
