@@ -276,7 +276,6 @@ USAGE = [
     (["hi", "--logit-bias", "99999=1"], "--logit-bias is 99999"),
     (["hi", "--prefix-cache-dir", "x", "--prefix-cache-ram", "0"], "--prefix-cache-ram is 0"),
     (["hi", "--prefix-cache-dir", "~no-such-user/x"], "the home of a user that there is not"),
-    (["hi", "--model", "~no-such-user/x"], "~no-such-user/x"),
     (["hi", "--prefix-cache-dir", "x", "--prefix-cache-disk", "0"], "--prefix-cache-disk is 0"),
     (["hi", "--confidence-threshold", "2"], "--confidence-threshold is 2.0"),
     (["hi", "--confidence-threshold", "0.5", "--mode", "dflash"], "no confidence head"),
@@ -293,6 +292,14 @@ def test_wrong_usage_is_explained(spec: Spec, arguments: list[str], sentence: st
     assert sentence in ran.err
     assert "Traceback" not in ran.err
     assert not ARGUMENT.search(ran.err), "an option is called by an argument's name"
+
+
+@pytest.mark.parametrize("option", ["--model", "--drafter"])
+def test_a_folder_below_an_unknown_home_is_not_found(spec: Spec, option: str) -> None:
+    ran = spec("generate", "hi", option, "~no-such-user/x")
+    assert (ran.code, ran.out) == (1, "")
+    assert "~no-such-user/x" in ran.err
+    assert "internal" not in ran.err
 
 
 def test_a_prompt_that_is_not_text_is_explained(spec: Spec) -> None:
