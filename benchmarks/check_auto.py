@@ -14,14 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from spec_cli.bench.trial import drafter_of
+
 HARD = ("bytes", "prose", "foreign")
 NEVER_SLOWER, CLOSE = 0.98, 0.97
-
-
-def drafter(run: dict[str, Any]) -> str:
-    """The mode, whether copies stand beside it or not."""
-    mode: str = run["mode"]
-    return mode.partition("+")[0]
 
 
 def findings(result: dict[str, Any]) -> Iterator[tuple[str, str, float, float]]:
@@ -32,7 +28,7 @@ def findings(result: dict[str, Any]) -> Iterator[tuple[str, str, float, float]]:
         fixed = [
             other
             for other in result["runs"]
-            if drafter(other) == drafter(run) and other["max_draft"] != "auto"
+            if drafter_of(other["mode"]) == drafter_of(run["mode"]) and other["max_draft"] != "auto"
         ]
         for name, one in run["sets"].items():
             if name in HARD:

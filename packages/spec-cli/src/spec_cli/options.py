@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -374,13 +373,14 @@ def kept_prefixes(options: dict[str, Any]) -> CacheOptions:
     folder = options["prefix_cache_dir"]
     if folder is None:
         return CacheOptions(options["prefix_cache_ram"])
-    place = os.path.expanduser(folder)
-    if place.startswith("~"):
+    try:
+        place = Path(folder).expanduser()
+    except RuntimeError as error:
         raise click.UsageError(
             f"--prefix-cache-dir is {folder!r}, below the home of a user that there is not; "
             "name another folder"
-        )
-    return CacheOptions(options["prefix_cache_ram"], options["prefix_cache_disk"], Path(place))
+        ) from error
+    return CacheOptions(options["prefix_cache_ram"], options["prefix_cache_disk"], place)
 
 
 prompt_file_option = click.option(

@@ -195,11 +195,12 @@ class DrafterParts:
     def mode(self) -> str:
         return "baseline" if self.drafter is None else self.drafter.name
 
-    def with_copies(self) -> DrafterParts:
-        """The same, a trained drafter being replaced by hits of the lookup."""
+    def under(self, options: LoadOptions) -> DrafterParts:
+        """The same with the copies that are asked for: hits of the lookup then replace a trained
+        drafter's guesses."""
         from spec_drafters.combined import with_lookup
 
-        if self.drafter is None or self.source is None:
+        if not options.copies or self.drafter is None or self.source is None:
             return self
         return replace(self, drafter=with_lookup(self.drafter))
 
@@ -459,8 +460,7 @@ def load_drafter_parts(
         if options.mode != "auto" or options.drafter is not None:
             raise
         return DrafterParts(Lookup(), None, (_by_lookup(error),))
-    drafting = DrafterParts(drafter, choice.source, path=choice.path)
-    return drafting.with_copies() if options.copies else drafting
+    return DrafterParts(drafter, choice.source, path=choice.path).under(options)
 
 
 def _trained(options: LoadOptions, target_folder: Path, hub: Hub | None) -> DrafterChoice:

@@ -64,6 +64,11 @@ class Setting:
         return named(self.mode, self.max_draft)
 
 
+def drafter_of(mode: str) -> str:
+    """The mode, whether copies stand beside it or not."""
+    return mode.partition("+")[0]
+
+
 def named(mode: str, max_draft: int | str | None) -> str:
     """A setting for a reader."""
     if max_draft is None:

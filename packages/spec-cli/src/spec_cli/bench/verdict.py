@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from spec_cli.bench.measure import BASELINE, Result, SetResult
-from spec_cli.bench.trial import named
+from spec_cli.bench.trial import drafter_of, named
 
 REFERENCES = ("mlx_lm",)
 _PARKED = 0.5
@@ -41,7 +41,8 @@ def _adaptive(result: Result, drafted: Sequence[Result]) -> str:
     """How the chosen lengths fare on each set, and against the best fixed one."""
     sets = ", ".join(_on(name, one) for name, one in result.sets.items())
     said = f"{label(result)}: {sets}"
-    fixed = [r for r in drafted if _drafter(r) == _drafter(result) and r.max_draft != "auto"]
+    drafter = drafter_of(result.mode)
+    fixed = [r for r in drafted if drafter_of(r.mode) == drafter and r.max_draft != "auto"]
     if not fixed:
         return f"{said}."
     shares = {
@@ -54,11 +55,6 @@ def _adaptive(result: Result, drafted: Sequence[Result]) -> str:
         f"{said}; {middle:.2f} of the speed of the best fixed length (median of the sets; "
         f"least on {worst}, {shares[worst]:.2f})."
     )
-
-
-def _drafter(result: Result) -> str:
-    """The mode, whether copies stand beside it or not."""
-    return result.mode.partition("+")[0]
 
 
 def _on(name: str, one: SetResult) -> str:

@@ -274,10 +274,9 @@ def _settings(
         before = mx.get_active_memory()
         trained = load_drafter_parts(replace(variant, lookup_drafts=False), parts, choice)
         size = mx.get_active_memory() - before
-        widest = trained.with_copies() if variant.copies else trained
-        for length in _in_force(options["lengths"], widest.drafter):
+        for length in _in_force(options["lengths"], trained.under(variant).drafter):
             capped = replace(variant, max_draft=length)
-            drafting = trained.with_copies() if capped.copies else trained
+            drafting = trained.under(capped)
             curves = None
             if length == "auto":
                 rows = max([1, *options["concurrency"]])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from spec_server.memory import RowCost
 
 _SECTION = "model"
+_NAME_ANOTHER = "name a folder, or a hub id (owner/name)"
 _LEAST_CONTEXT = 256
 """With fewer positions than this a model is of no use."""
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
@@ -111,7 +112,7 @@ def _get_model(name: str) -> str:
     if is_hub_id(name) and (name in near or not near):
         return f"`spec pull {name}` fetches it"
     if not near:
-        return "name a folder, or a hub id (owner/name)"
+        return _NAME_ANOTHER
     return f"did you mean {' or '.join(near)}? `spec pull` fetches it"
 
 
@@ -138,11 +139,8 @@ def _files(folder: Path, load: LoadOptions) -> Iterator[Finding]:
 
 
 def _again(name: str) -> str:
-    return (
-        ""
-        if Path(os.path.expanduser(name)).is_dir()
-        else f"`spec pull {name}` fetches what is missing"
-    )
+    local = Path(os.path.expanduser(name)).is_dir()
+    return "" if local else f"`spec pull {name}` fetches what is missing"
 
 
 def _drafter_kind(folder: Path) -> str | None:
@@ -237,7 +235,7 @@ def _get_drafter(load: LoadOptions) -> str:
         return "`spec models` lists the drafters that are known for a target"
     if load.drafter is not None:
         fetched = f"`spec pull {load.drafter}` fetches it, if it is one that fits"
-        return fetched if is_hub_id(load.drafter) else "name a folder, or a hub id (owner/name)"
+        return fetched if is_hub_id(load.drafter) else _NAME_ANOTHER
     pair = find_pair(load.model)
     known = None if pair is None else pair.drafter(load.mode)
     if known is None:
