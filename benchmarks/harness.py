@@ -83,7 +83,17 @@ def write(path: str | None, result: Mapping[str, Any]) -> None:
 
 
 def chain_target(shape: str, *, bits: int | None, layers: int | None = None) -> ModelTarget:
-    """A dense target of a real shape whose greedy text is a known chain.
+    """A target that is a `chain_model`."""
+    model, config = chain_model(shape, bits=bits, layers=layers)
+    lay_out(model)
+    return build_target(model, config)
+
+
+def chain_model(
+    shape: str, *, bits: int | None, layers: int | None = None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A dense model of a real shape whose greedy text is a known chain, as mlx-lm would load it,
+    and its config.
 
     Attention and MLP outputs are zero (they cost what they always cost), so the last hidden state
     is the token's own embedding, and the head points at its successor by a wide margin: no
@@ -109,8 +119,7 @@ def chain_target(shape: str, *, bits: int | None, layers: int | None = None) -> 
         nn.quantize(model, group_size=64, bits=bits)
     mx.eval(model.parameters())
     model.eval()
-    lay_out(model)
-    return build_target(model, config)
+    return model, config
 
 
 class Oracle(FreeDrafter):

@@ -21,7 +21,7 @@ from statistics import mean, median
 from typing import Any
 
 import mlx.core as mx
-from harness import SHAPES, Oracle, chain_target, write
+from harness import SHAPES, Oracle, chain_model, chain_target, write
 
 from spec_core import Batch, Drafter, FixedLength, Request, RowOutcome, RowStatus
 from spec_core.chooser import Sampler
@@ -226,14 +226,16 @@ def of_lengths(
     return results
 
 
-def against_mlx_lm(target: ModelTarget, count: int) -> dict[str, float]:
-    """Milliseconds a token of plain decoding, ours and mlx-lm's generate_step, taking turns."""
+def against_mlx_lm(target: ModelTarget, arguments: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds a token of plain decoding, ours and mlx-lm's generate_step, taking turns; its
+    model has the same weights and is as it loads it."""
     from mlx_lm.generate import generate_step
 
-    model = target._runner._bones.anatomy.model
+    model, _ = chain_model(arguments.shape, bits=arguments.bits, layers=arguments.layers)
+    count = arguments.rounds
     prompt = prompt_of(64, target.info.vocab_size)
     ours, theirs = [], []
-    for _ in range(3):
+    for _ in range(_TURNS):
         ours.append(rounds(target, None, 0, 64, count)[0])
         times = []
         for _ in generate_step(mx.array(prompt), model, max_tokens=count):
@@ -305,7 +307,7 @@ def main() -> None:
             "shape": arguments.shape,
             "bits": arguments.bits,
             "drafter": arguments.drafter and {"bits": arguments.drafter_bits},
-            "plain": against_mlx_lm(target, arguments.rounds),
+            "plain": against_mlx_lm(target, arguments),
             "runs": of_lengths(target, arguments, inner),
             "depths": of_depths(target, arguments, inner),
         },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from spec_core.device import on_cuda
 from spec_core.products import CHEAP_ROWS, join_rows
 
 
@@ -22,7 +23,11 @@ def test_joined_rows_are_those_of_separate_products(shape: tuple[int, int], fill
     alone = [[multiply(x[b, t][None])[0] for t in range(shape[1])] for b in range(shape[0])]
     seen.clear()
     joined = join_rows(x, multiply, fill=fill)
-    assert mx.array_equal(joined, mx.stack([mx.stack(row) for row in alone]))
+    expected = mx.stack([mx.stack(row) for row in alone])
+    if on_cuda():  # where many rows take another kernel
+        assert mx.allclose(joined, expected, rtol=1e-3, atol=1e-3)
+    else:
+        assert mx.array_equal(joined, expected)
     rows = shape[0] * shape[1]
     if rows >= CHEAP_ROWS or (fill and rows > 1):
         assert seen == [(max(rows, CHEAP_ROWS), 64)]

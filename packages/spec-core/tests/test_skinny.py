@@ -44,3 +44,17 @@ def test_it_multiplies(outputs: int, inputs: int, dtype: mx.Dtype) -> None:
         assert mx.array_equal(few[0], whole[:rows])
     apart = mx.stack([x[:4], x[4:8]], axis=1)  # rows that do not follow each other
     assert mx.array_equal(skinny.multiply(apart[:, 0], weight), whole[:4])
+
+
+@pytest.mark.skipif(not on_cuda(), reason="the kernel is CUDA's")
+@pytest.mark.parametrize("widths", [(48, 16, 16), (40, 7, 25), (5, 67)])
+def test_matrices_that_lie_in_one_give_what_each_gives_alone(widths: tuple[int, ...]) -> None:
+    keys = mx.random.split(mx.random.key(5), 2)
+    weight = mx.random.normal((sum(widths), 96), key=keys[0]).astype(mx.bfloat16)
+    x = mx.random.normal((1, 11, 96), key=keys[1]).astype(mx.bfloat16)
+    begin = 0
+    for width, part in zip(widths, skinny.multiply_apart(x, weight, widths), strict=True):
+        alone = skinny.multiply(x, mx.contiguous(weight[begin : begin + width]))
+        assert part.shape == (1, 11, width)
+        assert mx.array_equal(part, alone)
+        begin += width

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -15,6 +16,7 @@ from spec_core import blas, skinny
 from spec_core.device import on_cuda
 from spec_core.products import join_rows
 from spec_targets.anatomy import dissect
+from spec_targets.siblings import Siblings, alike, dense_product, groups, quantised_product
 
 
 class JoiningLinear(QuantizedLinear):
@@ -41,6 +43,28 @@ class SkinnyLinear(Linear):
         return product + self.bias if "bias" in self else product
 
 
+class SharingLinear(SkinnyLinear):
+    """Takes its part of a product that it shares with its siblings."""
+
+    siblings: Siblings
+    place: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        part = self.siblings.part(self.place, x)
+        return super().__call__(x) if part is None else part
+
+
+class SharingQuantizedLinear(JoiningLinear):
+    """Takes its part of a product that it shares with its siblings."""
+
+    siblings: Siblings
+    place: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        part = self.siblings.part(self.place, x)
+        return super().__call__(x) if part is None else part
+
+
 class SkinnyEmbedding(Embedding):
     """Serves as a head that multiplies a few rows by the kernel for such."""
 
@@ -61,16 +85,18 @@ _SKINNY: Mapping[type[Module], type[Module]] = MappingProxyType(
 
 def lay_out(model: Module) -> None:
     """Store float32 matrices column by column where they are multiplied faster so; on CUDA multiply
-    the rows of a batch together where each would read the quantised weights by itself, and a few
-    rows with dense weights by a kernel of our own.
+    the rows of a batch together where each would read the quantised weights by itself, a few rows
+    with dense weights by a kernel of our own, and one input with several matrices at once.
 
     One matrix at a time, so that a load needs the memory of one more. An embedding is among them
     where it serves as the head too.
     """
-    modules: Iterable[Module] = model.modules()  # type: ignore[no-untyped-call]
+    modules: list[Module] = model.modules()  # type: ignore[no-untyped-call]
     if on_cuda():
         for module in modules:
             module.__class__ = _class_on_cuda(module)
+        for members in groups(model):
+            _share(members)
     if not blas.prefers_columns():
         return
     head = _embedding_as_head(model)
@@ -85,6 +111,21 @@ def _class_on_cuda(module: Module) -> type[Module]:
     if kind in _SKINNY:
         return _SKINNY[kind] if skinny.fits(module.weight) else kind
     return _JOINING.get(kind, kind)
+
+
+def _share(members: Sequence[Any]) -> None:
+    """Let layers multiply together, if they can."""
+    shared: type[Module]
+    if type(members[0]) is SkinnyLinear and alike(members, ()):
+        product, shared = dense_product(members), SharingLinear
+    elif type(members[0]) is JoiningLinear and alike(members, ("bits", "group_size", "mode")):
+        product, shared = quantised_product(members), SharingQuantizedLinear
+    else:
+        return
+    siblings = Siblings(product)
+    for place, member in enumerate(members):
+        member.siblings, member.place = siblings, place
+        member.__class__ = shared
 
 
 def _by_columns(module: Module) -> None:
