@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from statistics import mean
 
 import mlx.core as mx
 
@@ -25,10 +26,10 @@ from spec_core.seams import (
     Target,
 )
 
-_SWEEPS = 6
-"""Passes over all lengths, as many as there is time for. Interleaved, so that a machine that slows
-down for a while slows every length alike; the first pass warms up (kernels compile, buffers grow)
-and is not counted."""
+_SWEEPS = 12
+"""Passes over all lengths, as many as there is time for; the first warms up (kernels compile,
+buffers grow) and is not counted. A machine may be slow half of the time: with many passes each
+length meets it at its best."""
 _FEWEST_SWEEPS = 2
 _BASE_SHARE = 0.6
 """The share of the time that goes to one row at a small depth."""
@@ -177,7 +178,7 @@ class _Meter:
         return cut
 
     def _timed(self, lengths: Sequence[int], budget_seconds: float) -> dict[int, float]:
-        """Seconds of a round of each length: a lower quartile, since noise only ever adds."""
+        """Seconds of a round of each length: of its fastest pass, since noise only ever adds."""
         began = time.perf_counter()
         seconds: dict[int, list[float]] = {length: [] for length in lengths}
         for sweep in range(_SWEEPS):
@@ -186,8 +187,8 @@ class _Meter:
             for length in lengths:
                 taken = self._rounds(length)
                 if sweep:
-                    seconds[length].extend(taken)
-        return {length: sorted(taken)[len(taken) // 4] for length, taken in seconds.items()}
+                    seconds[length].append(mean(taken))
+        return {length: min(taken) for length, taken in seconds.items()}
 
     def _rounds(self, length: int) -> list[float]:
         """Seconds of rounds of a length, from the depth on. The first is not counted: caches grow,
