@@ -270,6 +270,13 @@ def prompts_of(sets: Sequence[str], count: int) -> dict[str, list[str]]:
     return found
 
 
+def version_of(command: str) -> str:
+    """mlx-dspark's version, from the environment that its command lies in."""
+    prefix = Path(command).resolve().parent.parent
+    found = [each.name for each in prefix.glob("lib/python*/site-packages/mlx_dspark-*.dist-info")]
+    return found[0].split("-")[1].removesuffix(".dist") if found else "unknown"
+
+
 def compare(
     found: Sequence[Contender], sets: Mapping[str, Sequence[str]], trials: int
 ) -> list[dict[str, Any]]:
@@ -327,6 +334,8 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true", help="compare servers, not commands")
     parser.add_argument("--out")
     args = parser.parse_args()
+    if args.serve and args.family:
+        parser.error("--family: mlx-dspark's server has no such option; leave out one of the two")
     with tempfile.TemporaryDirectory() as temporary:
         model, drafter = args.model, args.drafter
         if args.float32:
@@ -340,7 +349,12 @@ def main() -> None:
                 found = [stack.enter_context(server) for server in plan.servers()]
                 compare(found, sets, 1)
             result = compare(found, sets, args.trials)
-    write(args.out, {"pair": [str(args.model.name), str(args.drafter.name)], "runs": result})
+    facts = {
+        "pair": [str(args.model.name), str(args.drafter.name)],
+        "others_blas": Path(args.blas).name if args.blas else "MLX's own",
+        "mlx_dspark": version_of(args.mlx_dspark) if args.mlx_dspark else None,
+    }
+    write(args.out, {**facts, "runs": result})
 
 
 if __name__ == "__main__":
