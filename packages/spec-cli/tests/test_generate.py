@@ -265,6 +265,7 @@ USAGE = [
     (["hi", "--mode", "turbo"], "turbo"),
     (["hi", "--mode", "baseline", "--max-draft", "2"], "drafts nothing"),
     (["hi", "--mode", "lookup", "--drafter-bits", "4"], "no drafter"),
+    (["hi", "--mode", "lookup", "--no-lookup-drafts"], "only copies"),
     (["hi", "--logit-bias", "5"], "ID=VALUE"),
     (["hi", "--logprobs", "2"], "add --json"),
     (["hi", "--system", "x", "--no-chat-template"], "--no-chat-template"),

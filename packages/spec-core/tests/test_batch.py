@@ -65,7 +65,7 @@ class Alternating:
 
     def lengths(self, rows: Sequence[RowStatus]) -> Sequence[int]:
         turn = next(self.turn)
-        return [(turn + row.key * 2) % 4 for row in rows]
+        return [(turn + index * 2) % 4 for index in range(len(rows))]
 
     def truncate(
         self,
@@ -75,7 +75,7 @@ class Alternating:
     ) -> Sequence[int]:
         return lengths
 
-    def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
+    def observe(self, outcomes: Sequence[RowOutcome], seconds: float | None) -> None:
         """Nothing to learn."""
 
 
@@ -505,3 +505,46 @@ def test_many_unseeded_rows_are_distributed_as_the_target(
     kind: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_distribution(1500, kind, monkeypatch)
+
+
+def prefilled(batch: Batch, request: Request) -> Prefill:
+    prefill = batch.prefill(request)
+    while prefill.step(64) is None:
+        pass
+    return prefill
+
+
+class Timed(FixedLength):
+    """Plain rounds, and whether each was timed."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.timed: list[bool] = []
+
+    def observe(self, outcomes: Sequence[RowOutcome], seconds: float | None) -> None:
+        self.timed.append(seconds is not None)
+
+
+@pytest.mark.parametrize("length", [0, 2])
+def test_a_round_that_waits_for_a_prompt_is_not_timed(length: int) -> None:
+    """Plain rounds run ahead, so that a chunk comes between launch and end; others do not."""
+    policy = Timed(length)
+    target = TinyTarget()
+    batch = Batch(target, TinyDrafter(target), policy)
+    batch.join(prefilled(batch, Request((1, 2, 3), max_tokens=60)))
+    other = batch.prefill(Request(tuple(range(1, 9)), max_tokens=2))
+    batch.step()
+    batch.step()
+    assert other.step(2) is None
+    batch.step()
+    batch.step()
+    assert policy.timed == [True, True, length > 0, True]
+
+
+def test_a_key_names_one_row_for_good() -> None:
+    """A policy may outlive its batch."""
+    keys = [
+        batch.join(prefilled(batch, Request((1, 2), max_tokens=9)))
+        for batch in (Batch(TinyTarget()) for _ in range(3))
+    ]
+    assert len(set(keys)) == 3

@@ -128,4 +128,4 @@ def test_the_cost_of_cutting_is_that_of_drafting_what_is_cut() -> None:
 
     meter._dial.truncate = truncate  # type: ignore[method-assign]
     meter._dial.observe = observe  # type: ignore[method-assign]
-    assert meter.cut(6) == pytest.approx(1.0)
+    assert meter.cut(6, 0.0) == pytest.approx(1.0)

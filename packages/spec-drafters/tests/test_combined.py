@@ -347,3 +347,14 @@ def test_auto_beside_copies_gives_each_row_its_own_text(seed: int) -> None:
             max_tokens=request.max_tokens,
         )
         assert texts[id(request)] == [token for outcome in alone for token in outcome.tokens]
+
+
+def test_a_drafter_without_taps_guesses_where_nothing_matches() -> None:
+    target, prompt = TinyTarget(), (5, 1, 9)
+    plain = target.greedy(prompt, 30)
+    whole = [*prompt, *plain]
+    knows = ScriptedDrafter(lambda text: whole[len(text) : len(text) + 3], max_block=3)
+    never = Combined(Lookup(min_match=30, max_block=32), knows)
+    outcomes = list(decode(target, never, prompt, max_tokens=30))
+    assert [token for outcome in outcomes for token in outcome.tokens] == plain
+    assert {outcome.source for outcome in outcomes if outcome.drafted} == {knows.name}

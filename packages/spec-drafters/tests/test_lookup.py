@@ -132,6 +132,18 @@ class TestRows:
                 lookup.extend(state, padded[row : row + 1], (), [len(text)])
             assert batch.lengths == [s.lengths[0] for s in solo]
 
+    def test_copies_that_are_not_verified_have_lost_nothing(self) -> None:
+        """A row whose copies a policy refuses shares forwards of many columns with others."""
+        lookup = Lookup()
+        refused, tried = one_row(lookup, [7] * 8), one_row(lookup, [7] * 8)
+        for state, length in ((refused, 0), (tried, 3)):
+            for _ in range(PATIENCE):
+                assert guesses(ask(lookup, state, [7]))[0]
+                lookup.verifying(state, [length])
+                lookup.extend(state, mx.array([[7, 1]]), (), [1])
+        assert guesses(ask(lookup, refused, [7]))[0]
+        assert guesses(ask(lookup, tried, [7])) == [[]]
+
     def test_join_and_select_move_texts_and_streaks(self) -> None:
         lookup = Lookup()
         paused = one_row(lookup, [7] * 8)

@@ -311,6 +311,7 @@ def test_auto_reports_that_no_drafter_is_known(chain: Path) -> None:
         ({"confidence_threshold": 0.0}, "confidence_threshold"),
         ({"mode": "baseline", "drafter": "x"}, "drafter"),
         ({"mode": "baseline", "lookup_drafts": True}, "lookup_drafts"),
+        ({"mode": "lookup", "lookup_drafts": False}, "lookup_drafts"),
         ({"mode": "lookup", "confidence_threshold": 0.5}, "confidence_threshold"),
     ],
 )

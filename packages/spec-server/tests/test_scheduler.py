@@ -11,7 +11,8 @@ import mlx.core as mx
 import pytest
 
 from spec_cache import Namespace, PrefixCache
-from spec_core import Drafter, FixedLength, InvalidValueError, SamplingParams
+from spec_core import Batch, Drafter, FixedLength, InvalidValueError, SamplingParams
+from spec_core.batch import Prefill
 from spec_core.testing import NoisyOracle, TinyDrafter, TinyTarget, continuation
 from spec_server import (
     Ask,
@@ -473,3 +474,23 @@ def test_progress_age_grows_only_while_there_is_work() -> None:
 def test_activity_of_nothing() -> None:
     seen = Activity().snapshot()
     assert (seen.running, seen.waiting, seen.accepted_by_position) == (0, 0, ())
+
+
+def test_a_request_whose_row_cannot_join_the_others_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(batch: Batch, prefill: Prefill) -> int:
+        raise RuntimeError("no room for its row")
+
+    engine, _ = gated_engine()
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    with engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(Batch, "join", refuse)
+            engine.submit(Ask(prompt(1, 4), ENDLESS, 8), events.put)
+            while isinstance(event := events.get(timeout=60), Chunk):
+                pass
+        assert "no room for its row" in str(event)
+        log = Log()
+        log.submit(engine, "next", Ask(prompt(2, 4), ENDLESS, 8))
+        assert log.until("next")

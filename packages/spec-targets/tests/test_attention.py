@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spec_core import flash_decode
 from spec_core.conformance import check_target
-from spec_targets import layers
+from spec_targets import attention, layers
 from spec_targets.attention import RowByRow
 from spec_targets.target import ModelTarget, Runner
 
@@ -120,3 +120,34 @@ def test_on_cuda_few_columns_are_told_where_their_rows_end(
     assert ends == [[7, 44, 21], [5, 43, 22]]
     for ours, theirs in zip(got, want, strict=True):
         assert mx.allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_on_cuda_too_a_model_attends_apart_however_it_names_its_arguments(
+    make_target: Any, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """gpt-oss gives its scale by position."""
+    monkeypatch.setattr(layers, "on_cuda", lambda: True)
+    target, _ = make_target(family)
+    assert target.info.tappable
+    assert target.batch_refused == ""
+    assert target._runner._bones.options.waste is None
+
+
+def test_what_is_not_proven_is_not_used(make_target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that cannot be exchanged costs its speed, not the model."""
+
+    def broken(own: Any) -> Any:
+        def attend(*args: Any, **kwargs: Any) -> mx.array:
+            raise TypeError("no such arguments")
+
+        return attend
+
+    monkeypatch.setattr(layers, "on_cuda", lambda: True)
+    monkeypatch.setattr(attention, "_row_by_row", broken)
+    target, _ = make_target("qwen3")
+    assert target.batch_refused == ""
+    assert target._runner._bones.options.waste == math.inf
+    state = target.new_state(2)
+    target.forward(mx.array([[1, 2, 3], [4, 5, 6]]), state)
+    state.commit([1, 3])

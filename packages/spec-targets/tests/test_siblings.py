@@ -151,3 +151,28 @@ def test_quantised_alike_in_all_but_their_bits_stay_apart() -> None:
     module.up_proj = nn.QuantizedLinear.from_linear(module.up_proj, 32, 4)
     layout.lay_out(module)
     assert type(module.gate_proj) is layout.JoiningLinear
+
+
+def test_new_weights_are_used() -> None:
+    """Adapters and merges replace what was loaded."""
+    module, x = Attention(), mx.random.normal((1, 2, 64))
+    layout.lay_out(module)
+    module(x)
+    other = Attention(bias=False)
+    expected = other(x)
+    mx.eval(expected)
+    module.k_proj.update({"weight": other.k_proj.weight})
+    assert mx.array_equal(module(x)[1], expected[1])
+    module.update(other.parameters())
+    assert same(module(x), expected)
+
+
+def test_a_forward_that_was_given_up_leaves_nothing_behind() -> None:
+    module, x = Attention(), mx.random.normal((1, 2, 64))
+    layout.lay_out(module)
+    seen = count_products(module)
+    module.q_proj(x)
+    for shared in siblings.siblings_of(module):
+        shared.forget()
+    module(mx.zeros((1, 3, 64)))
+    assert seen == [(1, 2, 64), (1, 3, 64)]

@@ -103,6 +103,10 @@ def refuse_idle_options(context: click.Context) -> None:
     options = context.params
     mode = options["mode"]
     copies = options["lookup_drafts"] and typed(context, "lookup_drafts")
+    if mode == "lookup" and typed(context, "lookup_drafts") and not options["lookup_drafts"]:
+        raise click.UsageError(
+            "--no-lookup-drafts has no place in --mode lookup, which only copies"
+        )
     for name, given in (("--max-draft", typed(context, "max_draft")), ("--lookup-drafts", copies)):
         if mode == "baseline" and given:
             raise click.UsageError(f"{name} has no place in --mode baseline, which drafts nothing")

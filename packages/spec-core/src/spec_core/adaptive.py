@@ -169,7 +169,7 @@ class AdaptiveLength:
         """Whether a shorter verify saves enough for a look at the scores before it."""
         return self._seconds(_ALONE, self._longest) > _STEEP * self._seconds(_ALONE, 1)
 
-    def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
+    def observe(self, outcomes: Sequence[RowOutcome], seconds: float | None) -> None:
         if not outcomes:
             return
         rows, drafted = self._statuses, max(outcome.drafted for outcome in outcomes)
@@ -214,7 +214,7 @@ class AdaptiveLength:
         for row in new:
             self._rows[row.key] = Acceptance()
 
-    def _time_round(self, rows: Sequence[RowStatus], drafted: int, seconds: float) -> None:
+    def _time_round(self, rows: Sequence[RowStatus], drafted: int, seconds: float | None) -> None:
         """Correct the curves; while drafting, now and then by plain rounds.
 
         Plain rounds are compared only among their like: the first one fills the pipeline, the last
@@ -222,15 +222,16 @@ class AdaptiveLength:
         a parked drafter was spared: it counts for less. While parked, one round in many is
         compared.
         """
-        ratio = seconds / (self._seconds(rows, drafted) + self._cut_time(drafted))
         alike = bool(drafted) == bool(self._drafted)
         held, self._plain_ratio = self._plain_ratio, None
         if held is not None and not drafted:
             self._pace.observe(0, held)
-        if drafted:
-            self._pace.observe(drafted, ratio, noise=NOISE if alike else _FIRST_NOISE)
-        elif alike and (not self.parked or self._rounds % _COMPARE_EVERY == 0):
-            self._plain_ratio = ratio
+        if seconds is not None:
+            ratio = seconds / (self._seconds(rows, drafted) + self._cut_time(drafted))
+            if drafted:
+                self._pace.observe(drafted, ratio, noise=NOISE if alike else _FIRST_NOISE)
+            elif alike and (not self.parked or self._rounds % _COMPARE_EVERY == 0):
+                self._plain_ratio = ratio
         self._drafted = drafted
         if not drafted:
             self._checks, self._unchecked = max(0, self._checks - 1), 0

@@ -19,6 +19,7 @@ from spec_core.request import Request
 from spec_core.round import (
     Flight,
     Lanes,
+    Prompts,
     Row,
     allowances,
     commit,
@@ -37,6 +38,9 @@ from spec_core.seams import (
     TargetState,
 )
 
+_KEYS = itertools.count()
+"""A key names one row for good: a policy may outlive its batch, and knows rows by their keys."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowImage:
@@ -53,9 +57,15 @@ class Prefill:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, row: Row, restored: RowImage | None
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        row: Row,
+        restored: RowImage | None,
+        prompts: Prompts,
     ) -> None:
         self.row = row
+        self._prompts = prompts
         self.target = target
         self.drafter = drafter
         self.state: TargetState = target.new_state(1)
@@ -94,6 +104,7 @@ class Prefill:
             raise InvalidValueError("prefill chunk", tokens, "at least 1 token")
         if self.finished:
             raise SeamError("the prefill is finished; join it to its batch")
+        self._prompts.chunks += 1
         chunk = self.row.request.prompt[self._done : self._done + tokens]
         columns = mx.array([chunk], dtype=mx.int32)
         last = len(chunk) == self.remaining
@@ -177,7 +188,7 @@ class Batch:
         self._lanes: Lanes | None = None
         self._flight: Flight | None = None
         self._ready: list[RowOutcome] = []
-        self._keys = itertools.count()
+        self._prompts = Prompts()
 
     @property
     def rows(self) -> int:
@@ -205,7 +216,8 @@ class Batch:
             raise InvalidValueError(
                 "prompt length", len(request.prompt), f"below the context window of {window} tokens"
             )
-        return Prefill(self._target, self._drafter, Row(next(self._keys), request), restored)
+        row = Row(next(_KEYS), request)
+        return Prefill(self._target, self._drafter, row, restored, self._prompts)
 
     def join(self, prefill: Prefill) -> int:
         """Add a prefilled row; its states move into a free slot. Returns the row's key.
@@ -229,6 +241,7 @@ class Batch:
                 prefill.sampler,
                 prefill.anchor,
                 [prefill.newest],
+                self._prompts,
             )
             return prefill.row.key
         lanes.state.join(prefill.state)

@@ -31,8 +31,9 @@ _SWEEPS = 12
 buffers grow) and is not counted. A machine may be slow half of the time: with many passes each
 length meets it at its best."""
 _FEWEST_SWEEPS = 2
-_BASE_SHARE = 0.6
-"""The share of the time that goes to one row at a small depth."""
+_BASE_SHARE, _OTHER_SHARE = 0.6, 0.08
+"""The share of the time that goes to one row at a small depth, and to each thing beside: what a cut
+costs, a deep context, a wider batch."""
 _BASE_DEPTH, _DEEP = 64, 1024
 
 
@@ -73,18 +74,19 @@ def calibrate(
         left = budget_seconds - (time.perf_counter() - began)
         return prefill + _least_time(seconds) < left
 
+    some_time = budget_seconds * _OTHER_SHARE
     meter = _Meter(target, drafter, 1, _BASE_DEPTH)
     seconds = meter.once([0, top])
-    cut = meter.cut(top) if top > 1 and affordable(2 * seconds) else 0.0
+    cut = meter.cut(top, some_time) if top > 1 and affordable(2 * seconds) else 0.0
     lengths = _thinned(_ladder(top), int(budget_seconds * _BASE_SHARE / _least_time(seconds)))
     points = meter.points(lengths, budget_seconds * _BASE_SHARE)
     seconds = points[-1].seconds
     deep_prefill = meter.prefill_seconds * _DEEP / _BASE_DEPTH
     if target.info.context_window > 2 * _DEEP and affordable(2 * seconds, deep_prefill):
-        points += _Meter(target, drafter, 1, _DEEP).points([0, top], 0.0)
+        points += _Meter(target, drafter, 1, _DEEP).points([0, top], some_time)
     rows, some = 2, sorted({0, 1, (top + 1) // 2, top})
     while rows <= max_rows and affordable(len(some) * seconds * rows):
-        points += _Meter(target, drafter, rows, _BASE_DEPTH).points(some, 0.0)
+        points += _Meter(target, drafter, rows, _BASE_DEPTH).points(some, some_time)
         rows *= 2
     return CostCurves(points, cut)
 
@@ -132,7 +134,8 @@ class _Dial(FixedLength):
     def lengths(self, rows: Sequence[RowStatus]) -> Sequence[int]:
         return [self.length] * len(rows)
 
-    def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
+    def observe(self, outcomes: Sequence[RowOutcome], seconds: float | None) -> None:
+        assert seconds is not None, "nothing but rounds runs while they are timed"
         self.seconds.append(seconds)
 
 
@@ -165,14 +168,14 @@ class _Meter:
         timed = self._timed(lengths, budget_seconds)
         return [RoundCost(self._rows, n, self._depth, seconds) for n, seconds in timed.items()]
 
-    def cut(self, top: int) -> float:
+    def cut(self, top: int, budget_seconds: float) -> float:
         """Seconds that a guess costs which is drafted, looked at and cut; 0 where the drafter is
         not confident of anything."""
         cut = 0.0
         self._dial.needs_confidence = True
         self._rounds(top)
         if self._dial.cuts:
-            timed = self._timed([top, 1], 0.0)
+            timed = self._timed([top, 1], budget_seconds)
             cut = max(0.0, timed[top] - timed[1]) / (top - 1)
         self._dial.needs_confidence = False
         return cut

@@ -156,7 +156,7 @@ class WithCopies:
         cut = dict(zip(drafted, shorter, strict=True))
         return [cut.get(index, length) for index, length in enumerate(lengths)]
 
-    def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
+    def observe(self, outcomes: Sequence[RowOutcome], seconds: float | None) -> None:
         matches = {row.key: row.copies for row in self._rows if row.copies}
         others: list[RowOutcome] = []
         for outcome in outcomes:
@@ -166,7 +166,8 @@ class WithCopies:
             if not (match and outcome.drafted):
                 others.append(outcome)
         drafted = max((outcome.drafted for outcome in outcomes), default=0)
-        if outcomes and not any(outcome.drafted for outcome in others):
+        copied_or_plain = not any(outcome.drafted for outcome in others)
+        if seconds is not None and outcomes and copied_or_plain:
             depth = sum(row.length for row in self._rows) // max(1, len(self._rows))
             self._copies.time(len(outcomes), depth, drafted, seconds)
         self._drafts.observe(others, seconds)

@@ -18,7 +18,7 @@ class RoundCost:
         rows: sequences that shared the round.
         length: guesses a row; 0 = a pipelined plain step.
         depth: committed positions of each row.
-        seconds: wall time of the round, median.
+        seconds: wall time of the round.
 
     Raises:
         InvalidValueError: there are no rows, the length or depth is negative, or the time is not

@@ -43,7 +43,7 @@ class FixedLength:
     ) -> Sequence[int]:
         return lengths
 
-    def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
+    def observe(self, outcomes: Sequence[RowOutcome], seconds: float | None) -> None:
         """A fixed length learns nothing."""
 
 

@@ -66,6 +66,7 @@ class Flight:
         tokens: [B, T] the forwarded columns, anchor first.
         lengths: guesses verified in each row.
         sources: who guessed, in each row.
+        prompts: `Lanes.prompts` at launch.
         committed: the columns are already kept (a plain round whose anchor is settled).
     """
 
@@ -75,11 +76,19 @@ class Flight:
     forward: Forward
     verdict: Verdict
     started: float
+    prompts: int
     committed: bool = False
 
     @property
     def plain(self) -> bool:
         return self.tokens.shape[1] == 1
+
+
+@dataclass(slots=True)
+class Prompts:
+    """How many chunks of prompts were computed beside a batch's rounds."""
+
+    chunks: int = 0
 
 
 @dataclass(slots=True)
@@ -89,6 +98,7 @@ class Lanes:
     Attributes:
         anchor: [B] each row's newest token, perhaps still being computed.
         newest: the newest token of each row that is settled, on the host.
+        prompts: counts the chunks that delay a round in flight.
     """
 
     target: Target
@@ -100,6 +110,7 @@ class Lanes:
     sampler: Sampler
     anchor: mx.array
     newest: list[int]
+    prompts: Prompts
     settled_at: float = 0.0
     copier: Copier | None = field(init=False)
 
@@ -117,7 +128,7 @@ class Lanes:
     @property
     def copies_only(self) -> bool:
         """Nothing but copies is ever proposed."""
-        return self.copier is not None and not self.copier.taps
+        return self.copier is not None and self.copier.copies_only
 
     def statuses(self) -> list[RowStatus]:
         return [
@@ -151,7 +162,7 @@ def launch(lanes: Lanes, *, plain: bool = False) -> Flight:
     lanes.sampler.observe(verdict)
     lanes.anchor = verdict.next_token
     sources = (proposal.sources if proposal else ()) or ("",) * len(lengths)
-    return Flight(columns, lengths, sources, forward, verdict, started)
+    return Flight(columns, lengths, sources, forward, verdict, started, lanes.prompts.chunks)
 
 
 def submit(lanes: Lanes, flight: Flight) -> None:
@@ -175,7 +186,8 @@ def settle(lanes: Lanes, flight: Flight) -> list[RowOutcome]:
         commit(lanes, flight, emitted)
     lanes.newest = [tokens[-1] for _, tokens in verdicts]
     now = time.perf_counter()
-    lanes.policy.observe(outcomes, now - max(flight.started, lanes.settled_at))
+    alone = flight.prompts == lanes.prompts.chunks
+    lanes.policy.observe(outcomes, now - max(flight.started, lanes.settled_at) if alone else None)
     lanes.settled_at = now
     return outcomes
 
@@ -207,6 +219,8 @@ def propose(lanes: Lanes, chooser: RoundChooser) -> Proposal | None:
         scores: list[list[float]] = proposal.confidence.tolist()  # type: ignore[assignment]
         cut = lanes.policy.truncate(statuses, lengths, scores)
         lengths = [min(n, c) for n, c in zip(lengths, cut, strict=True)]
+    if lanes.copier is not None:
+        lanes.copier.verifying(lanes.drafts, lengths)
     if max(lengths) == 0:
         return None
     return Proposal(

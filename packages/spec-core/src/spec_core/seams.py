@@ -304,12 +304,21 @@ class Copier(Drafter, Protocol):
     """A drafter that copies from the text, and knows beforehand how far.
 
     `propose` gives the rows with a match min(count, copies) tokens of it, the other rows guesses
-    of another kind, or none. Where it reads no taps, it has nothing but copies.
+    of another kind, or none.
+
+    Attributes:
+        copies_only: it has nothing but copies.
     """
+
+    copies_only: bool
 
     def copies(self, state: DrafterState, anchors: Sequence[int]) -> Sequence[int]:
         """How many tokens each row could copy after its anchor, 0 without a match. `anchors` are
         on the host. Changes nothing."""
+
+    def verifying(self, state: DrafterState, lengths: Sequence[int]) -> None:
+        """How many of each row's guesses the round verifies, right after they were proposed. What
+        is not verified says nothing about the guesses."""
 
 
 class Constraint(Protocol):
@@ -405,5 +414,6 @@ class DraftPolicy(Protocol):
     ) -> Sequence[int]:
         """Cut a proposal by its scores; called only if `needs_confidence`."""
 
-    def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
-        """What the round did, and the wall time from launch to settle."""
+    def observe(self, outcomes: Sequence[RowOutcome], seconds: float | None) -> None:
+        """What the round did, and the wall time from launch to settle; None where a prompt was
+        computed meanwhile, so that the time says nothing about the round."""

@@ -109,6 +109,10 @@ class Combined:
     def needs_host_tokens(self) -> bool:
         return True
 
+    @property
+    def copies_only(self) -> bool:
+        return False
+
     def new_state(self, rows: int, start: int = 0) -> CombinedState:
         return CombinedState(
             self.lookup.new_state(rows, start), self.drafter.new_state(rows, start)
@@ -125,6 +129,10 @@ class Combined:
     def copies(self, state: RowState, anchors: Sequence[int]) -> Sequence[int]:
         """What the lookup could copy in each row."""
         return self.lookup.copies(_combined(state).lookup, anchors)
+
+    def verifying(self, state: RowState, lengths: Sequence[int]) -> None:
+        """Tell the lookup what became of its copies; rows without one have lost nothing."""
+        self.lookup.verifying(_combined(state).lookup, lengths)
 
     def propose(self, state: RowState, anchor: mx.array, count: int, chooser: Chooser) -> Proposal:
         """Guess up to `count` tokens a row, as many as the row's guesser can.

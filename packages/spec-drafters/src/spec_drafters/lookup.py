@@ -172,6 +172,7 @@ class Lookup:
     name = "lookup"
     taps: Sequence[int] = ()
     needs_host_tokens = True
+    copies_only = True
 
     def __init__(self, min_match: int = 2, max_block: int = 32) -> None:
         if max_block < 1:
@@ -190,7 +191,7 @@ class Lookup:
     ) -> None:
         """Append the first keep[b] of the [B, T] columns to row b. Reads `tokens` on the host.
 
-        Where row b had a proposal and guesses were forwarded, keep[b] == 1 counts as a loss.
+        Where row b had a proposal and it was verified, keep[b] == 1 counts as a loss.
 
         Raises:
             SeamError: `tokens` or `keep` do not fit the state's rows, or taps are given.
@@ -216,6 +217,11 @@ class Lookup:
             for row, anchor in zip(_rows(state), anchors, strict=True)
         ]
         return tuple(0 if match is None else match.length for match in matches)
+
+    def verifying(self, state: RowState, lengths: Sequence[int]) -> None:
+        """Rows of which nothing is verified have not lost anything."""
+        for row, length in zip(_rows(state), lengths, strict=True):
+            row.proposed = row.proposed and length > 0
 
     def propose(self, state: RowState, anchor: mx.array, count: int, chooser: Chooser) -> Proposal:
         """Copy up to `count` tokens a row; a row without a match gets length 0.

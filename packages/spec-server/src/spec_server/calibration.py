@@ -41,7 +41,7 @@ from spec_server import device
 DIRECTORY_VARIABLE = "SPEC_CURVES_DIR"
 BUDGET_SECONDS = 4.0
 
-_FORMAT = 2
+_FORMAT = 3
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _MOST_HEADER = 64 * 2**20
 
@@ -215,10 +215,10 @@ def subject_of(
         drafter_path: the drafter's folder or file; None: no model drafts.
         options: whatever else changes the cost of a round (dtype, bits).
     """
+    software = ("mlx", "spec-core", "spec-drafters", "spec-targets")
     facts = {
         "device": device.describe(),
-        "mlx": _version("mlx"),
-        "spec-core": _version("spec-core"),
+        **{package: _version(package) for package in software},
         "target": weights_digest(target_folder),
         "drafter": "none" if drafter_path is None else weights_digest(drafter_path),
     }

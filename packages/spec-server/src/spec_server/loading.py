@@ -84,6 +84,8 @@ class LoadOptions:
             raise InvalidValueError(
                 "drafter", self.drafter, f"left out in mode {self.mode}, which uses none"
             )
+        if self.lookup_drafts is False and self.mode == "lookup":
+            raise InvalidValueError("lookup_drafts", False, "left out in mode lookup")
         if self.lookup_drafts and self.mode == "baseline":
             raise InvalidValueError("lookup_drafts", True, "off in mode baseline")
         if self.confidence_threshold is not None and self.mode in ("lookup", "baseline"):

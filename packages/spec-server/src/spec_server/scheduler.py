@@ -271,7 +271,16 @@ class Scheduler:
         ended = entry.job.deliver(outcome)
         self._keep(entry)
         if not ended:
+            self._join(entry)
+
+    def _join(self, entry: Entry) -> None:
+        """Let a row decode with the others. If that fails, all have failed, this one too."""
+        try:
             self._decoding[self._batch.join(entry.prefill)] = entry
+        except Exception as error:
+            _release(entry)
+            entry.job.fail(_as_engine_error(error))
+            raise
 
     def _chunk(self, entry: Entry) -> RowOutcome | None:
         prefill, tokens = entry.prefill, self._chunk_size()

@@ -57,14 +57,20 @@ def _rebound(cls: type) -> type:
 
 def _row_by_row(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def attend(
-        queries: mx.array, keys: Any, values: Any, cache: Any, mask: Any, **rest: Any
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        **rest: Any,
     ) -> mx.array:
         frame = cache.own_positions(mask) if isinstance(cache, FullLayer) else None
         ends = None if frame is None or rest.get("sinks") is not None else frame.ends
         if ends is not None and _is_served(queries, keys):
-            return flash_decode.attend(queries, keys, values, ends, rest["scale"])
+            return flash_decode.attend(queries, keys, values, ends, scale)
         if frame is None or frame.row_ends is None:
-            return own(queries, keys, values, cache=cache, mask=mask, **rest)
+            return own(queries, keys, values, cache=cache, scale=scale, mask=mask, **rest)
         causal = None if queries.shape[2] == 1 else "causal"
         return mx.concatenate(
             [
@@ -73,6 +79,7 @@ def _row_by_row(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
                     _upto(keys, row, end),
                     _upto(values, row, end),
                     cache=cache,
+                    scale=scale,
                     mask=causal,
                     **rest,
                 )

@@ -53,6 +53,10 @@ class SharingLinear(SkinnyLinear):
         part = self.siblings.part(self.place, x)
         return super().__call__(x) if part is None else part
 
+    def __setitem__(self, name: str, held: object) -> None:
+        super().__setitem__(name, held)  # somebody gives the layer other weights
+        self.siblings.part_for_good()
+
 
 class SharingQuantizedLinear(JoiningLinear):
     """Takes its part of a product that it shares with its siblings."""
@@ -63,6 +67,10 @@ class SharingQuantizedLinear(JoiningLinear):
     def __call__(self, x: mx.array) -> mx.array:
         part = self.siblings.part(self.place, x)
         return super().__call__(x) if part is None else part
+
+    def __setitem__(self, name: str, held: object) -> None:
+        super().__setitem__(name, held)  # somebody gives the layer other weights
+        self.siblings.part_for_good()
 
 
 class SkinnyEmbedding(Embedding):
@@ -97,12 +105,11 @@ def lay_out(model: Module) -> None:
             module.__class__ = _class_on_cuda(module)
         for members in groups(model):
             _share(members)
-    if not blas.prefers_columns():
-        return
-    head = _embedding_as_head(model)
-    for module in modules:
-        if isinstance(module, Linear) or module is head:
-            _by_columns(module)
+    elif blas.prefers_columns():
+        head = _embedding_as_head(model)
+        for module in modules:
+            if isinstance(module, Linear) or module is head:
+                _by_columns(module)
 
 
 def _class_on_cuda(module: Module) -> type[Module]:

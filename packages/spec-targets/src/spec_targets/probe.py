@@ -7,6 +7,7 @@ whether the embedding and the head can be lent. What cannot be proven is refused
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,15 +100,16 @@ def refer(bones: Bones, vocab_size: int) -> Reference:
 
 def prove(bones: Bones, reference: Reference, candidates: Sequence[Scales]) -> Findings:
     """All proofs. Raises UnsupportedTargetError where even plain decoding would be wrong."""
-    runner = Runner(bones)
+    together = replace(bones, options=replace(bones.options, waste=math.inf))
+    runner = Runner(together)
     try:
         _prove_row(runner, reference)
-        _prove_wrapping(bones, reference.logits.shape[-1])
+        _prove_wrapping(together, reference.logits.shape[-1])
     except Exception as failure:  # whatever the model's code raises is a failed proof
         raise UnsupportedTargetError(
             f"this model cannot be decoded exactly over our caches: {failure}"
         ) from failure
-    refused = reference.refused or _refusal(lambda: _prove_taps(bones, runner, reference))
+    refused = reference.refused or _refusal(lambda: _prove_taps(together, runner, reference))
     lender, scales = _lend(bones.anatomy, reference, candidates)
     alone = Runner(replace(bones, options=replace(bones.options, waste=0)))
     return Findings(

@@ -35,17 +35,16 @@ class Siblings:
     """
 
     def __init__(self, multiply: Product) -> None:
-        self._multiply = multiply
+        self._multiply: Product | None = multiply
         self._input: mx.array | None = None
         self._parts: dict[int, mx.array] = {}
-        self._apart = False
 
     def part(self, place: int, x: mx.array) -> mx.array | None:
         """The product of the layer in this place with x, or None: it has to multiply by itself."""
         if x is not self._input:
-            self._apart = self._apart or bool(self._parts)
-            self._input, self._parts = None, {}
-            if self._apart:
+            if self._parts:
+                self.part_for_good()
+            if self._multiply is None:
                 return None
             self._parts = dict(enumerate(self._multiply(x)))
             self._input = x
@@ -53,6 +52,22 @@ class Siblings:
         if not self._parts:
             self._input = None
         return part
+
+    def part_for_good(self) -> None:
+        """From now on each layer multiplies by itself: they have other weights, or other inputs."""
+        self._multiply = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what was not taken: the forward was given up."""
+        self._input, self._parts = None, {}
+
+
+def siblings_of(model: Module) -> list[Siblings]:
+    """What the layers of a model share."""
+    modules: list[Module] = model.modules()  # type: ignore[no-untyped-call]
+    found = [getattr(module, "siblings", None) for module in modules]
+    return list({id(each): each for each in found if isinstance(each, Siblings)}.values())
 
 
 def groups(model: Module) -> Iterator[list[Any]]:

@@ -19,6 +19,7 @@ from spec_targets.families import Family
 from spec_targets.layers import LayerOptions
 from spec_targets.quantised import quantisations
 from spec_targets.rope import SharedAngles
+from spec_targets.siblings import siblings_of
 from spec_targets.solo import SoloRows
 from spec_targets.state import LayeredState
 from spec_targets.swap import EarlyStarts, Recorder, Swap, Wrapping, swapped
@@ -67,6 +68,7 @@ class Runner:
         self._narrowing = Wrapping(self._narrow)
         self._row_by_row = RowByRow(self._model)
         self._angles = SharedAngles(self._model)
+        self._siblings = siblings_of(self._model)
         self._early = EarlyStarts(bones.anatomy.layers, layers_ahead())
         self._columns_at_least = CHEAP_ROWS if on_cuda() and quantisations(self._model) else 1
         self._pick: Callable[[mx.array], mx.array] = _same
@@ -95,6 +97,8 @@ class Runner:
             return _first_columns(forward, columns) if padding else forward
         except BaseException:
             state.commit([0] * state.rows)
+            for siblings in self._siblings:
+                siblings.forget()
             raise
         finally:
             self._recorder.clear()

@@ -165,12 +165,16 @@ class FencedCopier(FencedDrafter):
     def __init__(self, copier: Copier, clock: Clock) -> None:
         super().__init__(copier, clock)
         self._copier = copier
+        self.copies_only = copier.copies_only
 
     def copies(self, state: DrafterState, anchors: Sequence[int]) -> Sequence[int]:
         start = time.perf_counter()
         found = self._copier.copies(state, anchors)
         self._clock.draft += time.perf_counter() - start
         return found
+
+    def verifying(self, state: DrafterState, lengths: Sequence[int]) -> None:
+        self._copier.verifying(state, lengths)
 
 
 def fenced(drafter: Drafter | None, clock: Clock) -> Drafter | None:
@@ -204,7 +208,7 @@ class FencedPolicy:
     ) -> Sequence[int]:
         return self._policy.truncate(rows, lengths, confidence)
 
-    def observe(self, outcomes: Sequence[RowOutcome], seconds: float) -> None:
+    def observe(self, outcomes: Sequence[RowOutcome], seconds: float | None) -> None:
         self._clock.accepted()
         self._policy.observe(outcomes, seconds)
 

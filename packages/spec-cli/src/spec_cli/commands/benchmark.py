@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from spec_cli.bench.report import Context, Grid, Report
     from spec_cli.bench.trial import Setting
     from spec_core import Drafter
-    from spec_server.loading import DrafterChoice, LoadOptions, MaxDraft, TargetParts
+    from spec_server.loading import DrafterChoice, LoadOptions, MaxDraft, Mode, TargetParts
     from spec_server.text import Tokeniser
 
 EVERYDAY = ("chat", "tool", "code")
@@ -251,9 +251,15 @@ def _variants(
             replace(asked, drafter=one, confidence_threshold=threshold)
             for one in options["drafters"]
         ),
-        *(replace(asked, mode=mode, confidence_threshold=threshold) for mode in modes),
+        *(_in_mode(replace(asked, confidence_threshold=threshold), mode) for mode in modes),
     ]
     return [(variant, choose_drafter(variant, folder)) for variant in wanted]
+
+
+def _in_mode(asked: LoadOptions, mode: Mode) -> LoadOptions:
+    """Copies beside a drafter are nothing that mode lookup could do without."""
+    beside = None if mode == "lookup" else asked.lookup_drafts
+    return replace(asked, mode=mode, lookup_drafts=beside)
 
 
 def _settings(
@@ -272,7 +278,8 @@ def _settings(
     settings = [Setting("baseline", None, None, FixedLength)]
     for variant, choice in variants:
         before = mx.get_active_memory()
-        trained = load_drafter_parts(replace(variant, lookup_drafts=False), parts, choice)
+        alone = variant if variant.mode == "lookup" else replace(variant, lookup_drafts=False)
+        trained = load_drafter_parts(alone, parts, choice)
         size = mx.get_active_memory() - before
         for length in _in_force(options["lengths"], trained.under(variant).drafter):
             capped = replace(variant, max_draft=length)
