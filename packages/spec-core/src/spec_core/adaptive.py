@@ -38,8 +38,6 @@ _SURE, _CHECK_EVERY, _CHECK_ROUNDS = 2.0, 12, 3
 of its time, plain rounds are looked at: after so many rounds of drafting, so many."""
 _MOST_ROWS = 256
 """Rows remembered, beyond those that are there."""
-_MOST_SKIPPED = 3
-"""New rows that are passed over after one whose first round drafted in vain."""
 _PROMISING = 0.99
 """Tries are not made more rarely while drafting promises so much of the speed of plain decoding."""
 _COMPARE_EVERY = 32
@@ -100,7 +98,7 @@ class AdaptiveLength:
         self._length = self._opening()
         self._since_change = self._rounds = 0
         self._probes = Probes()
-        self._skipping = self._skipped = 0
+        self._skipping = False
         self._promising = False
         self._lost = 0.0
         self._asked = 0
@@ -200,15 +198,13 @@ class AdaptiveLength:
             self._reconsider(rows)
 
     def _meet(self, rows: Sequence[RowStatus], drafted: bool) -> None:
-        """Rows are met once: by the try that their first round is, or by passing it over. The more
-        of them were tried in vain, the more are passed over."""
+        """Rows are met once: by the try that their first round is, or by passing it over, as the
+        one after a try in vain is."""
         new = [row for row in rows if self._unknown(row)]
         if not self.parked or self._promising:
-            self._skipping = self._skipped = 0
-        elif new and drafted:
-            self._skipping = self._skipped = min(2 * self._skipped + 1, _MOST_SKIPPED)
+            self._skipping = False
         elif new:
-            self._skipping = max(0, self._skipping - len(new))
+            self._skipping = drafted
         elif not self._skipping:
             return
         for row in new:
