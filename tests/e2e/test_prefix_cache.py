@@ -54,7 +54,7 @@ def load(
                     folders(name),
                     mode=drafts,  # type: ignore[arg-type]
                     drafter=folders(f"{name}:{drafts}") if trained else None,
-                    lookup_drafts=bool(lookup),
+                    lookup_drafts=bool(lookup) if trained else None,
                     dtype="float32",
                     kv_bits=8 if target == "quantised" else None,
                     prefix_cache=None if ram is None else CacheOptions(ram, disk, folder),

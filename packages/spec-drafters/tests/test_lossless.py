@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -52,14 +53,15 @@ def run(
     chunk: int = 5,
     restored: RowImage | None = None,
     gap: int = 0,
-) -> dict[int, list[RowOutcome]]:
-    """Outcomes of each request, in order; `gap` rounds lie between two rows' beginnings."""
+) -> list[list[RowOutcome]]:
+    """Outcomes of each request, in order and without their keys; `gap` rounds lie between two rows'
+    beginnings."""
     batch = Batch(target, drafter, policy)
     seen: dict[int, list[RowOutcome]] = {}
 
     def keep(outcomes: Sequence[RowOutcome]) -> None:
         for outcome in outcomes:
-            seen.setdefault(outcome.key, []).append(outcome)
+            seen.setdefault(outcome.key, []).append(replace(outcome, key=0))
 
     for index, each in enumerate(requests):
         prefill = batch.prefill(each, restored if index == 0 else None)
@@ -72,7 +74,7 @@ def run(
             keep(batch.step())
     while batch.rows:
         keep(batch.step())
-    return seen
+    return list(seen.values())
 
 
 def written(outcomes: Sequence[RowOutcome]) -> list[int]:
@@ -114,7 +116,7 @@ def test_some_guesses_are_accepted_and_some_are_not(family: str) -> None:
     for seed in range(4):
         tiny = target(seed)
         requests = [request(p, "greedy", 20) for p in PROMPTS]
-        for outcomes in run(tiny, drafter(family, tiny, seed), requests).values():
+        for outcomes in run(tiny, drafter(family, tiny, seed), requests):
             drafted += sum(outcome.drafted for outcome in outcomes)
             accepted += sum(outcome.accepted for outcome in outcomes)
     assert 0 < accepted < drafted
