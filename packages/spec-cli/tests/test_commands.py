@@ -188,6 +188,8 @@ def test_benchmark_of_chosen_lengths_as_a_page_and_a_picture(spec: Spec, tmp_pat
         (["--concurrency", "two"], "'two'"),
         (["--contexts", "0"], "'0'"),
         (["--json", "--markdown"], "exclude each other"),
+        (["--modes", "lookup", "--no-lookup-drafts"], "only copies"),
+        (["--modes", "lookup", "--drafter-bits", "4"], "no drafter"),
         (["--contexts", "100000", "--no-mlx-lm"], "at most"),
         (["--modes", "turbo"], "turbo"),
         (["--sets", "poems"], "poems"),

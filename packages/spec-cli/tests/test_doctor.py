@@ -272,3 +272,11 @@ def test_a_folder_that_cannot_be_written_is_a_problem(
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and own(path, mode))
     found = looked(spec, code=1)["round times"]
     assert str(tmp_path) in found["advice"]
+
+
+def test_a_file_in_a_folders_place_is_a_problem(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "curves").write_text("")
+    monkeypatch.setenv("SPEC_CURVES_DIR", str(tmp_path / "curves"))
+    assert "is not a folder" in looked(spec, code=1)["round times"]["seen"]

@@ -416,14 +416,14 @@ def test_what_a_queued_request_needs_is_loaded_while_it_waits(
 ) -> None:
     log, cache = Log(), kept()
     with caching(KINDS["dense"], "tiny", cache, Limits(max_batch=1)) as engine:
-        log.submit(engine, "running", Ask(prompt(1, 4), ENDLESS, 400))
-        log.until("running", end=False)
+        for turn in range(6):  # one after the other, so that the last in the queue waits long
+            log.submit(engine, f"running {turn}", Ask(prompt(10 + turn, 4), ENDLESS, 400))
         waiting = engine.stream(prompt(5, 150), max_tokens=4)
         while not cache.stats().loaded:
-            assert log.until("running", end=False)
+            assert isinstance(log.events.get(timeout=60)[1], Chunk)
         cache.flush()
         loaded = cache.stats().loaded
-        log.until("running")
+        log.until("running 5")
         assert waiting.result().statistics.cached_tokens == 149
         assert cache.stats().loaded == loaded == 10
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from spec_core.errors import InvalidValueError
-from spec_server.errors import ContextLengthError
+from spec_server.errors import ContextLengthError, ModelLoadError
 from spec_server.text import AnswerText, Detokeniser, StopMatcher, ThinkingSplit, Tokeniser
 from spec_server.text.thinking import ThinkingMarkers
 
@@ -257,3 +257,9 @@ def test_a_text_far_beyond_the_context_is_refused_without_being_tokenised(
         tokeniser.encode("x" * 10_000, limit=200)
     with pytest.raises(ContextLengthError, match="at least"):
         tokeniser.render([{"role": "user", "content": "x" * 10_000}], limit=200)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ModelLoadError, match="has no tokenizer: none of"):
+        Tokeniser.load(tmp_path)

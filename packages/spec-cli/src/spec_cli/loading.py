@@ -93,28 +93,39 @@ def typed(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
+def refuse_idle_in_lookup(context: click.Context) -> None:
+    """Refuse what a lookup alone has no use for.
+
+    Raises:
+        click.UsageError: copies were switched off, or a drafter's bits given.
+    """
+    if typed(context, "lookup_drafts") and not context.params["lookup_drafts"]:
+        raise click.UsageError("--no-lookup-drafts has no place in mode lookup, which only copies")
+    if typed(context, "drafter_bits") and context.params["drafter_bits"] in BITS.choices:
+        raise click.UsageError("--drafter-bits has no place in mode lookup, which has no drafter")
+
+
 def refuse_idle_options(context: click.Context) -> None:
     """Refuse what would have no effect.
 
     Raises:
-        click.UsageError: a draft length or copies were typed for a mode that drafts nothing, a
-            drafter's bits for one without a drafter, or a folder's size without a folder.
+        click.UsageError: a draft length or copies were typed for a mode that drafts nothing, or
+            switched off in one that only copies, a drafter's bits for one without a drafter, or a
+            folder's size without a folder.
     """
     options = context.params
     mode = options["mode"]
     copies = options["lookup_drafts"] and typed(context, "lookup_drafts")
-    if mode == "lookup" and typed(context, "lookup_drafts") and not options["lookup_drafts"]:
-        raise click.UsageError(
-            "--no-lookup-drafts has no place in --mode lookup, which only copies"
-        )
-    for name, given in (("--max-draft", typed(context, "max_draft")), ("--lookup-drafts", copies)):
-        if mode == "baseline" and given:
-            raise click.UsageError(f"{name} has no place in --mode baseline, which drafts nothing")
     quantised = options["drafter_bits"] in BITS.choices and typed(context, "drafter_bits")
-    if mode in ("baseline", "lookup") and quantised:
-        raise click.UsageError(
-            f"--drafter-bits has no place in --mode {mode}, which has no drafter"
-        )
+    given = {
+        "--max-draft": typed(context, "max_draft"),
+        "--lookup-drafts": copies,
+        "--drafter-bits": quantised,
+    }
+    for name in [name for name, typed_in in given.items() if typed_in and mode == "baseline"]:
+        raise click.UsageError(f"{name} has no place in --mode baseline, which drafts nothing")
+    if mode == "lookup":
+        refuse_idle_in_lookup(context)
     if typed(context, "prefix_cache_disk") and options["prefix_cache_dir"] is None:
         raise click.UsageError("--prefix-cache-disk has no folder; add --prefix-cache-dir")
 

@@ -155,6 +155,8 @@ def benchmark(context: click.Context, /, **options: Any) -> None:
         raise click.UsageError("--json and --markdown exclude each other")
     if options["prompt_files"] and loading.typed(context, "sets"):
         raise click.UsageError("--prompts and --sets exclude each other; choose one")
+    if options["modes"] == ("lookup",) and not options["drafters"]:
+        loading.refuse_idle_in_lookup(context)
     show = _progress(quiet=options["as_json"] and not sys.stderr.isatty())
     show("loading")
     plan, measured = _prepare(options, show)

@@ -208,6 +208,9 @@ def caches() -> Iterator[Finding]:
 def folder(name: str, named: Path) -> Finding:
     """A folder that is written to."""
     place = named.expanduser()
+    if place.exists() and not place.is_dir():
+        advice = "remove it, or name another place"
+        return Finding(_SECTION, name, "problem", f"{place} is not a folder", advice)
     if not os.access(_existing(place), os.W_OK):
         advice = f"make {_existing(place)} writable, or name another place"
         return Finding(_SECTION, name, "problem", f"{place} cannot be written", advice)
