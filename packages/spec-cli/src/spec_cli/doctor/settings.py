@@ -13,15 +13,18 @@ from spec_cli.config_file import PREFIX, read_options
 from spec_cli.doctor.finding import Finding
 
 _SECTION = "settings"
-_OTHERS = (
+_SHARED = (
+    "SPEC_API_KEY",
     "SPEC_CONFIG",
     "SPEC_CPU_BLAS",
     "SPEC_CURVES_DIR",
     "SPEC_LOG_LEVEL",
+    "SPEC_MAX_DRAFT",
     "SPEC_PREFIX_CACHE_DIR",
     "SPEC_TRACEBACK",
     "SPEC_URL",
 )
+"""Variables that other commands than `spec serve` read."""
 _SECRET = ("SPEC_API_KEY", "HF_TOKEN")
 _HUB = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_TOKEN")
 
@@ -38,7 +41,7 @@ def settings(
     """
     seen = os.environ if environment is None else environment
     variables = sorted(name for name in seen if name.startswith(f"{PREFIX}_"))
-    known = {*_OTHERS, *(f"{PREFIX}_{p.name}".upper() for p in served.params)}
+    known = {*_SHARED, *(f"{PREFIX}_{p.name}".upper() for p in served.params)}
     for name in (*variables, *(name for name in _HUB if name in seen)):
         yield _variable(name, seen[name], known)
     file = config or seen.get("SPEC_CONFIG")
@@ -50,8 +53,10 @@ def settings(
 
 def _variable(name: str, value: str, known: set[str]) -> Finding:
     shown = "(set; its value is not shown)" if name in _SECRET else value
-    if name in known or name in _HUB:
+    if name in _SHARED or name in _HUB:
         return Finding(_SECTION, name, "ok", shown)
+    if name in known:
+        return Finding(_SECTION, name, "ok", f"{shown} (for spec serve alone)")
     near = difflib.get_close_matches(name, known, n=1)
     advice = f"no command reads it{f'; did you mean {near[0]}?' if near else ''}"
     return Finding(_SECTION, name, "note", shown, advice)
