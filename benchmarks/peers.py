@@ -34,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import resources
+from importlib.metadata import distributions
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -273,8 +274,9 @@ def prompts_of(sets: Sequence[str], count: int) -> dict[str, list[str]]:
 def version_of(command: str) -> str:
     """mlx-dspark's version, from the environment that its command lies in."""
     prefix = Path(command).resolve().parent.parent
-    found = [each.name for each in prefix.glob("lib/python*/site-packages/mlx_dspark-*.dist-info")]
-    return found[0].split("-")[1].removesuffix(".dist") if found else "unknown"
+    sites = [str(site) for site in prefix.glob("lib/python*/site-packages")]
+    found = next(iter(distributions(name="mlx-dspark", path=sites)), None)
+    return "unknown" if found is None else found.version
 
 
 def compare(

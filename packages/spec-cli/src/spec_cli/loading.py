@@ -101,7 +101,7 @@ def refuse_idle_in_lookup(context: click.Context) -> None:
     """
     if typed(context, "lookup_drafts") and not context.params["lookup_drafts"]:
         raise click.UsageError("--no-lookup-drafts has no place in mode lookup, which only copies")
-    if typed(context, "drafter_bits") and context.params["drafter_bits"] in BITS.choices:
+    if _quantises(context):
         raise click.UsageError("--drafter-bits has no place in mode lookup, which has no drafter")
 
 
@@ -114,20 +114,28 @@ def refuse_idle_options(context: click.Context) -> None:
             folder's size without a folder.
     """
     options = context.params
-    mode = options["mode"]
-    copies = options["lookup_drafts"] and typed(context, "lookup_drafts")
-    quantised = options["drafter_bits"] in BITS.choices and typed(context, "drafter_bits")
-    given = {
-        "--max-draft": typed(context, "max_draft"),
-        "--lookup-drafts": copies,
-        "--drafter-bits": quantised,
-    }
-    for name in [name for name, typed_in in given.items() if typed_in and mode == "baseline"]:
-        raise click.UsageError(f"{name} has no place in --mode baseline, which drafts nothing")
-    if mode == "lookup":
+    if options["mode"] == "baseline":
+        _refuse_idle_in_baseline(context)
+    if options["mode"] == "lookup":
         refuse_idle_in_lookup(context)
     if typed(context, "prefix_cache_disk") and options["prefix_cache_dir"] is None:
         raise click.UsageError("--prefix-cache-disk has no folder; add --prefix-cache-dir")
+
+
+def _refuse_idle_in_baseline(context: click.Context) -> None:
+    copies = context.params["lookup_drafts"] and typed(context, "lookup_drafts")
+    for name, given in (
+        ("--max-draft", typed(context, "max_draft")),
+        ("--lookup-drafts", copies),
+        ("--drafter-bits", _quantises(context)),
+    ):
+        if given:
+            raise click.UsageError(f"{name} has no place in --mode baseline, which drafts nothing")
+
+
+def _quantises(context: click.Context) -> bool:
+    """Whether a drafter's bits were typed."""
+    return typed(context, "drafter_bits") and context.params["drafter_bits"] in BITS.choices
 
 
 _DRAWING = ("seed", "top_k", "top_p", "min_p")

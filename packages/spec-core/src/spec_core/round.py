@@ -66,7 +66,7 @@ class Flight:
         tokens: [B, T] the forwarded columns, anchor first.
         lengths: guesses verified in each row.
         sources: who guessed, in each row.
-        prompts: `Lanes.prompts` at launch.
+        prompts: how many chunks of prompts there had been at launch.
         committed: the columns are already kept (a plain round whose anchor is settled).
     """
 

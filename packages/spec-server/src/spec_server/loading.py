@@ -222,7 +222,7 @@ def load(options: LoadOptions, *, max_rows: int = 1, announce: Announce | None =
     choice = choose_drafter(options, folder)
     parts = load_target_parts(options, folder)
     tokeniser = Tokeniser.load(folder, trust_remote_code=options.trust_remote_code)
-    drafting = load_drafter_parts(options, parts, choice)
+    drafting = load_drafter_parts(options, parts, choice).under(options)
     drafter = drafting.drafter
     if options.max_draft == "auto":
         measured = measure_rounds(options, parts, drafting, max_rows=max_rows, announce=announce)
@@ -445,7 +445,7 @@ def choose_drafter(
 def load_drafter_parts(
     options: LoadOptions, parts: TargetParts, choice: DrafterChoice
 ) -> DrafterParts:
-    """Load what drafts for a target.
+    """Load what drafts for a target, without copies beside it; see `DrafterParts.under`.
 
     Raises:
         SpecError: as `choose_drafter`.
@@ -462,7 +462,7 @@ def load_drafter_parts(
         if options.mode != "auto" or options.drafter is not None:
             raise
         return DrafterParts(Lookup(), None, (_by_lookup(error),))
-    return DrafterParts(drafter, choice.source, path=choice.path).under(options)
+    return DrafterParts(drafter, choice.source, path=choice.path)
 
 
 def _trained(options: LoadOptions, target_folder: Path, hub: Hub | None) -> DrafterChoice:

@@ -270,17 +270,9 @@ class Scheduler:
         entry.answer.extend(outcome.tokens)
         ended = entry.job.deliver(outcome)
         self._keep(entry)
-        if not ended:
-            self._join(entry)
-
-    def _join(self, entry: Entry) -> None:
-        """Let a row decode with the others. If that fails, all have failed, this one too."""
-        try:
-            self._decoding[self._batch.join(entry.prefill)] = entry
-        except Exception as error:
-            _release(entry)
-            entry.job.fail(_as_engine_error(error))
-            raise
+        if not ended:  # listed before it joins: if that fails, all have failed, this one too
+            self._decoding[entry.prefill.row.key] = entry
+            self._batch.join(entry.prefill)
 
     def _chunk(self, entry: Entry) -> RowOutcome | None:
         prefill, tokens = entry.prefill, self._chunk_size()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,14 @@ from spec_core import blas, skinny
 from spec_core.device import on_cuda
 from spec_core.products import join_rows
 from spec_targets.anatomy import dissect
-from spec_targets.siblings import Siblings, alike, dense_product, groups, quantised_product
+from spec_targets.siblings import (
+    Product,
+    Siblings,
+    alike,
+    dense_product,
+    groups,
+    quantised_product,
+)
 
 
 class JoiningLinear(QuantizedLinear):
@@ -43,8 +50,8 @@ class SkinnyLinear(Linear):
         return product + self.bias if "bias" in self else product
 
 
-class SharingLinear(SkinnyLinear):
-    """Takes its part of a product that it shares with its siblings."""
+class Sharing(Module):
+    """Takes its part of a product that it shares with its siblings, or multiplies by itself."""
 
     siblings: Siblings
     place: int
@@ -58,19 +65,12 @@ class SharingLinear(SkinnyLinear):
         self.siblings.part_for_good()
 
 
-class SharingQuantizedLinear(JoiningLinear):
-    """Takes its part of a product that it shares with its siblings."""
+class SharingLinear(Sharing, SkinnyLinear):
+    """A dense layer with siblings."""
 
-    siblings: Siblings
-    place: int
 
-    def __call__(self, x: mx.array) -> mx.array:
-        part = self.siblings.part(self.place, x)
-        return super().__call__(x) if part is None else part
-
-    def __setitem__(self, name: str, held: object) -> None:
-        super().__setitem__(name, held)  # somebody gives the layer other weights
-        self.siblings.part_for_good()
+class SharingQuantizedLinear(Sharing, JoiningLinear):
+    """A quantised layer with siblings."""
 
 
 class SkinnyEmbedding(Embedding):
@@ -88,6 +88,14 @@ _JOINING: Mapping[type[Module], type[Module]] = MappingProxyType(
 )
 _SKINNY: Mapping[type[Module], type[Module]] = MappingProxyType(
     {Linear: SkinnyLinear, Embedding: SkinnyEmbedding}
+)
+_SHARING: Mapping[type[Module], tuple[Callable[[Sequence[Any]], Product], type[Module]]] = (
+    MappingProxyType(
+        {
+            SkinnyLinear: (dense_product, SharingLinear),
+            JoiningLinear: (quantised_product, SharingQuantizedLinear),
+        }
+    )
 )
 
 
@@ -122,14 +130,11 @@ def _class_on_cuda(module: Module) -> type[Module]:
 
 def _share(members: Sequence[Any]) -> None:
     """Let layers multiply together, if they can."""
-    shared: type[Module]
-    if type(members[0]) is SkinnyLinear and alike(members, ()):
-        product, shared = dense_product(members), SharingLinear
-    elif type(members[0]) is JoiningLinear and alike(members, ("bits", "group_size", "mode")):
-        product, shared = quantised_product(members), SharingQuantizedLinear
-    else:
+    kind = type(members[0])
+    if kind not in _SHARING or not alike(members):
         return
-    siblings = Siblings(product)
+    product, shared = _SHARING[kind]
+    siblings = Siblings(product(members))
     for place, member in enumerate(members):
         member.siblings, member.place = siblings, place
         member.__class__ = shared

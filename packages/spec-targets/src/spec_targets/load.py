@@ -29,7 +29,7 @@ from spec_targets.vlm import load_vlm
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _HUB_SECONDS = 1.5  # the client asks twice
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 """Patterns of which a folder has at least one."""
 
 
@@ -53,10 +53,9 @@ class LoadedTarget:
     def tokenizer(self) -> Any:
         """mlx-lm's TokenizerWrapper, loaded when first asked for; no code of the checkpoint is
         run. Raises IncompleteTargetError if the folder has no usable tokenizer."""
-        if not any(any(self.path.glob(name)) for name in TOKENIZER_FILES):
-            raise IncompleteTargetError(
-                f"{self.path} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there"
-            )
+        missing = missing_tokenizer(self.path)
+        if missing:
+            raise IncompleteTargetError(f"{self.path} has no tokenizer: {missing}")
         try:
             return mlx_lm_utils().load_tokenizer(
                 self.path, eos_token_ids=self.config.get("eos_token_id")
@@ -65,6 +64,13 @@ class LoadedTarget:
             raise IncompleteTargetError(
                 f"{self.path} has no usable tokenizer: {_sentence(error)}"
             ) from error
+
+
+def missing_tokenizer(folder: Path) -> str:
+    """What a folder without a tokenizer lacks; "" for one that has one."""
+    if any(any(folder.glob(name)) for name in _TOKENIZER_FILES):
+        return ""
+    return f"none of {', '.join(_TOKENIZER_FILES)} is there"
 
 
 def load_target(

@@ -91,14 +91,18 @@ def joined(members: Sequence[Any], name: str) -> mx.array:
     return whole
 
 
-def alike(members: Sequence[Any], facts: Sequence[str]) -> bool:
-    """Whether the members agree on their class, these attributes, their inputs and types, and on
-    which arrays they have."""
+_PACKING = ("bits", "group_size", "mode")
+"""What quantised layers have to agree on besides."""
+
+
+def alike(members: Sequence[Any]) -> bool:
+    """Whether the members agree on their class, their inputs, types and packing, and on which
+    arrays they have."""
 
     def signature(member: Any) -> tuple[object, ...]:
         arrays = [(name, held) for name, held in member.items() if isinstance(held, mx.array)]
         kinds = tuple((name, array.dtype, array.shape[1:]) for name, array in arrays)
-        return (type(member), kinds, *(getattr(member, fact, None) for fact in facts))
+        return (type(member), kinds, *(getattr(member, fact, None) for fact in _PACKING))
 
     return len({signature(member) for member in members}) == 1
 

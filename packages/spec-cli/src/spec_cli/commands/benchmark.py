@@ -280,8 +280,7 @@ def _settings(
     settings = [Setting("baseline", None, None, FixedLength)]
     for variant, choice in variants:
         before = mx.get_active_memory()
-        alone = variant if variant.mode == "lookup" else replace(variant, lookup_drafts=False)
-        trained = load_drafter_parts(alone, parts, choice)
+        trained = load_drafter_parts(variant, parts, choice)
         size = mx.get_active_memory() - before
         for length in _in_force(options["lengths"], trained.under(variant).drafter):
             capped = replace(variant, max_draft=length)

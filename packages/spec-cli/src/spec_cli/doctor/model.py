@@ -154,11 +154,11 @@ def _drafter_kind(folder: Path) -> str | None:
 
 
 def _tokeniser(folder: Path, load: LoadOptions) -> Finding:
-    from spec_targets.load import TOKENIZER_FILES
+    from spec_targets.load import missing_tokenizer
 
-    if not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
-        seen = f"none of {', '.join(TOKENIZER_FILES)} is there"
-        return Finding(_SECTION, "tokenizer", "problem", seen, _again(load.model))
+    missing = missing_tokenizer(folder)
+    if missing:
+        return Finding(_SECTION, "tokenizer", "problem", missing, _again(load.model))
     if not _has_template(folder):
         seen = "there is no chat template, so it takes plain text only"
         advice = "use `spec generate --no-chat-template`, or an instruction-tuned model"

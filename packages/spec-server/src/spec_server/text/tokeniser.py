@@ -74,12 +74,11 @@ class Tokeniser:
         """
         from mlx_lm.utils import load_tokenizer
 
-        from spec_targets.load import TOKENIZER_FILES
+        from spec_targets.load import missing_tokenizer
 
-        if not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
-            raise ModelLoadError(
-                f"{folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there"
-            )
+        missing = missing_tokenizer(folder)
+        if missing:
+            raise ModelLoadError(f"{folder} has no tokenizer: {missing}")
         try:
             wrapper = load_tokenizer(  # type: ignore[no-untyped-call]
                 folder, {"trust_remote_code": trust_remote_code}
