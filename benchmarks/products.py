@@ -1,8 +1,8 @@
-"""What a product costs by the number of rows: with quantised weights (see spec_core.products), and
-with dense ones (bits 16), by MLX and by the kernel of spec_core.skinny.
+"""What a product costs by the number of rows, by MLX and by this project's kernels: with quantised
+weights (spec_core.packed), and with dense ones (bits 16, spec_core.skinny).
 
 Each product has weights of its own in a chain of 24, so that they come from memory; microseconds
-a product, medians, everything waited for together.
+a product, medians, everything waited for together. The time to build the chain is not in it.
 
     python benchmarks/products.py --bits 8 4 --out result.json
 """
@@ -16,9 +16,12 @@ from statistics import median
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from harness import write
 
-from spec_core import skinny
+from spec_core import packed, skinny
+from spec_core.device import on_cuda
+from spec_core.packed import Packed
 
 SHAPES = {  # outputs x inputs of Qwen3-4B
     "queries": (4096, 2560),
@@ -26,46 +29,76 @@ SHAPES = {  # outputs x inputs of Qwen3-4B
     "attention out": (2560, 4096),
     "mlp in": (9728, 2560),
     "mlp out": (2560, 9728),
+    "mlp": (2560, 2560),
     "head": (151936, 2560),
 }
 GROUP, CHAIN = 64, 24
 
-Packed = tuple[mx.array, ...]
-Multiply = Callable[[mx.array, Packed], mx.array]
+Matrix = mx.array | Packed
+Multiply = Callable[[mx.array, Matrix], mx.array]
+Weights = tuple[Matrix, ...]
 
 
 def ways(bits: int) -> Mapping[str, Multiply]:
     """How a product is computed, by name."""
-    if bits < 16:
-        return {"mlx": lambda x, w: mx.quantized_matmul(x, *w, group_size=GROUP, bits=bits)}
-    dense: dict[str, Multiply] = {"mlx": lambda x, w: x @ w[0].T}
-    if skinny.fits(mx.zeros((16, 32), dtype=mx.bfloat16)):
-        dense["skinny"] = lambda x, w: skinny.multiply(x, w[0])
-    return dense
+    ours = {"ours": packed.multiply if bits < 16 else skinny.multiply} if on_cuda() else {}
+    return {"mlx": by_mlx, **ours}  # type: ignore[dict-item]
+
+
+def by_mlx(x: mx.array, matrix: Matrix) -> mx.array:
+    if isinstance(matrix, mx.array):
+        return x @ matrix.T
+    return mx.quantized_matmul(
+        x,
+        matrix.weight,
+        matrix.scales,
+        matrix.biases,
+        group_size=matrix.group_size,
+        bits=matrix.bits,
+    )
+
+
+def applied(multiply: Multiply, x: mx.array, weights: Weights) -> mx.array:
+    """One product, or a whole MLP."""
+    if len(weights) == 1:
+        return multiply(x, weights[0])
+    gate, up, down = weights
+    return multiply(nn.silu(multiply(x, gate)) * multiply(x, up), down)
 
 
 def microseconds(
-    multiply: Multiply, weights: Sequence[Packed], inputs: int, rows: int, trials: int
+    multiply: Multiply, weights: Sequence[Weights], inputs: int, rows: int, trials: int
 ) -> float:
     """One product, from a chain in which each waits for the one before."""
     x = mx.random.normal((rows, inputs)).astype(mx.bfloat16)
     mx.eval(x)
     taken = []
     for _ in range(trials + 1):
-        begun, now, product = time.perf_counter(), x, x
+        now, product = x, x
         for index in range(CHAIN):
-            product = multiply(now, weights[index % len(weights)])
+            product = applied(multiply, now, weights[index % len(weights)])
             now = mx.depends(now, product)
+        begun = time.perf_counter()
         mx.eval(product)
         taken.append((time.perf_counter() - begun) / CHAIN)
     return 1e6 * median(taken[1:])
 
 
-def packed(outputs: int, inputs: int, bits: int) -> Packed:
+def weights_of(name: str, bits: int) -> Weights:
+    """What one link of the chain multiplies with."""
+    if name == "mlp":
+        return tuple(matrix(*SHAPES[each], bits) for each in ("mlp in", "mlp in", "mlp out"))
+    return (matrix(*SHAPES[name], bits),)
+
+
+def matrix(outputs: int, inputs: int, bits: int) -> Matrix:
     weight = mx.random.normal((outputs, inputs)).astype(mx.bfloat16)
-    made = (weight,) if bits == 16 else tuple(mx.quantize(weight, group_size=GROUP, bits=bits))
-    mx.eval(*made)
-    return made
+    if bits == 16:
+        mx.eval(weight)
+        return weight
+    parts = mx.quantize(weight, group_size=GROUP, bits=bits)
+    mx.eval(*parts)
+    return Packed(*parts, GROUP, bits)
 
 
 def main() -> None:
@@ -80,7 +113,7 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     for bits in arguments.bits:
         for name in arguments.shapes:
-            weights = [packed(*SHAPES[name], bits) for _ in range(2 if name == "head" else 12)]
+            weights = [weights_of(name, bits) for _ in range(2 if name == "head" else 12)]
             for rows in arguments.rows:
                 for way, multiply in ways(bits).items():
                     at = (multiply, weights, SHAPES[name][1], rows, arguments.trials)

@@ -326,3 +326,29 @@ def test_lengths_read_in_steps_attend_to_the_same(lengths: list[int], columns: i
         mask = causal_mask(clock, columns, end)
         outputs.append(mx.fast.scaled_dot_product_attention(queries, *seen, scale=1.0, mask=mask))
     assert mx.allclose(*outputs, atol=1e-6)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_buffers_can_be_lent_and_given_back(quantised: bool) -> None:
+    """Somebody else writes what `append` would have written, over the buffers' end too."""
+    clock = RowClock(2)
+    store: Store = QuantizedKVRows(clock, group_size=32) if quantised else KVRows(clock)
+    assert not store.written
+    store.make_room(4)
+    assert store.pending() == []
+    clock.begin(250)
+    keys = mx.random.normal((2, HEADS, 250, DIM))
+    store.append(keys, -keys)
+    clock.commit([250, 3])
+    assert store.written
+    before = store.image(1)
+    store.make_room(10)
+    lent = store.pending()
+    assert {buffer.shape[2] for buffer in lent} == {512}
+    assert clock.ends(10).tolist() == [260, 13]
+    store.take([mx.where(mx.arange(512)[:, None] >= 250, 0, buffer) for buffer in lent])
+    after = store.image(1)
+    assert all(mx.array_equal(after[name], each) for name, each in before.items())
+    assert not any(buffer[:, :, 250:].any() for buffer in store.pending())
+    with pytest.raises(ValueError, match="shorter"):
+        store.take(lent[:1])

@@ -110,7 +110,7 @@ def test_where_columns_are_not_preferred_nothing_moves(monkeypatch: pytest.Monke
     assert not by_columns(model.layers[0]["weight"])
 
 
-def test_on_cuda_the_rows_of_a_batch_are_multiplied_together(
+def test_on_cuda_quantised_layers_multiply_as_packed_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Pair(nn.Module):
@@ -128,7 +128,7 @@ def test_on_cuda_the_rows_of_a_batch_are_multiplied_together(
     expected = [model(tokens) for tokens in before]
     monkeypatch.setattr(layout, "on_cuda", lambda: True)
     layout.lay_out(model)
-    assert type(model.linear) is layout.JoiningLinear
-    assert type(model.table) is layout.JoiningEmbedding
+    assert type(model.linear) is layout.PackedLinear
+    assert type(model.table) is layout.PackedEmbedding
     for tokens, logits in zip(before, expected, strict=True):
         assert mx.array_equal(model(tokens), logits)

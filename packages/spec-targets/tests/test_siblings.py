@@ -150,7 +150,7 @@ def test_quantised_alike_in_all_but_their_bits_stay_apart() -> None:
     module.gate_proj = nn.QuantizedLinear.from_linear(module.gate_proj, 32, 8)
     module.up_proj = nn.QuantizedLinear.from_linear(module.up_proj, 32, 4)
     layout.lay_out(module)
-    assert type(module.gate_proj) is layout.JoiningLinear
+    assert type(module.gate_proj) is layout.PackedLinear
 
 
 def test_new_weights_are_used() -> None:

@@ -14,6 +14,22 @@ def has_tile_products() -> bool:
     return not isinstance(major, int) or major >= 8
 
 
+def store(parts: int) -> str:
+    """C++ that puts the total of output `at` of a row into the one of so many
+    matrices it belongs to; their widths are WIDTH0, WIDTH1, ..., and what is left."""
+    code, begin = "", "0"
+    for part in range(parts - 1):
+        width = f"WIDTH{part}"
+        code += (
+            f"if (at < {begin} + {width})\n"
+            f"        product{part}[(int64_t)row * {width} + at - ({begin})] = total;\n"
+            "      else "
+        )
+        begin += f" + {width}"
+    last = f"(outputs - ({begin}))"
+    return f"{code}product{parts - 1}[(int64_t)row * {last} + at - ({begin})] = total;"
+
+
 TILE_PRODUCT = r"""
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

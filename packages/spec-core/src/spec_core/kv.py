@@ -115,6 +115,10 @@ class RowClock:
         self._positions = (list(self.lengths), columns, made)
         return made
 
+    def ends(self, columns: int) -> mx.array:
+        """[B] int32, where each row ends once it has the provisional columns."""
+        return mx.array([length + columns for length in self.lengths], dtype=mx.int32)
+
     def settled(self) -> None:
         """Raise SeamError if a forward is provisional."""
         if self.provisional:
@@ -152,6 +156,11 @@ class Plane:
     def __init__(self, limit: int | None = None) -> None:
         self.array: mx.array | None = None
         self.limit = limit
+
+    def make_room(self, rows: int, end: int) -> None:
+        """Grow, if there is a buffer, until rows and positions fit."""
+        if self.array is not None:
+            self.array = room(self.array, self.array, rows, end)
 
     def write(self, new: mx.array, clock: RowClock) -> mx.array:
         """Write [B, heads, T, dim] at each row's length; gives [B, heads, reads(T), dim]."""
@@ -270,8 +279,24 @@ class RowStore(Generic[_Stored]):
             self._planes[name].restore(row, values, self.clock.rows, self.clock.longest)
 
     def pending(self) -> list[mx.array]:
-        """The live buffers, for evaluation only: evaluate and forget, never keep."""
+        """The live buffers, to evaluate, or to write and give back by `take`; never keep one."""
         return [plane.array for plane in self._planes.values() if plane.array is not None]
+
+    @property
+    def written(self) -> bool:
+        """Whether every plane has a buffer."""
+        return all(plane.array is not None for plane in self._planes.values())
+
+    def make_room(self, columns: int) -> None:
+        """Grow what buffers there are as `append` of so many columns would, so that somebody else
+        can write them."""
+        for plane in self._planes.values():
+            plane.make_room(self.clock.rows, self.clock.reads(columns))
+
+    def take(self, buffers: Sequence[mx.array]) -> None:
+        """Store these buffers, one for each plane in the order of `pending`."""
+        for plane, buffer in zip(self._planes.values(), buffers, strict=True):
+            plane.array = buffer
 
 
 class KVRows(RowStore[mx.array]):

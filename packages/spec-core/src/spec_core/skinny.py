@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from spec_core._tiles import TILE_PRODUCT, has_tile_products
+from spec_core._tiles import TILE_PRODUCT, has_tile_products, store
 from spec_core.device import on_cuda
 
 FEWEST_ROWS, MOST_ROWS = 2, 16
@@ -84,23 +84,8 @@ def _kernel(parts: int) -> Any:
         input_names=["x", "weight"],
         output_names=[f"product{part}" for part in range(parts)],
         header=TILE_PRODUCT,
-        source=_SOURCE.replace("STORE", _store(parts)),
+        source=_SOURCE.replace("STORE", store(parts)),
     )
-
-
-def _store(parts: int) -> str:
-    """C++ that puts the total of output `at` into the part it belongs to."""
-    code, begin = "", "0"
-    for part in range(parts - 1):
-        width = f"WIDTH{part}"
-        code += (
-            f"if (at < {begin} + {width})\n"
-            f"        product{part}[(int64_t)row * {width} + at - ({begin})] = total;\n"
-            "      else "
-        )
-        begin += f" + {width}"
-    last = f"(outputs - ({begin}))"
-    return f"{code}product{parts - 1}[(int64_t)row * {last} + at - ({begin})] = total;"
 
 
 # The weights' rows are the tile's rows, those of x its columns. In a tile product the thread

@@ -8,9 +8,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from spec_core import blas, skinny
-from spec_core.device import on_cuda
-from spec_core.products import join_rows
+from spec_core import blas, packed, skinny
+from spec_core.packed import Packed
 
 GROUP_SIZES = (64, 32)
 
@@ -79,31 +78,13 @@ class _Skinny:
 
 @dataclass(frozen=True, slots=True)
 class _Quantized:
-    weight: mx.array
-    scales: mx.array
-    biases: mx.array
-    group_size: int
-    bits: int
-    joins: bool
+    matrix: Packed
 
     def __call__(self, x: mx.array) -> mx.array:
-        joins = self.joins and self.weight.ndim == 2
-        return join_rows(x, self._multiply, fill=True) if joins else self._multiply(x)
-
-    def _multiply(self, x: mx.array) -> mx.array:
-        return mx.quantized_matmul(
-            x,
-            self.weight,
-            self.scales,
-            self.biases,
-            transpose=True,
-            group_size=self.group_size,
-            bits=self.bits,
-        )
+        return packed.multiply(x, self.matrix, fill=True)
 
     def __getitem__(self, index: int) -> Linear:
-        parts = (self.weight[index], self.scales[index], self.biases[index])
-        return _Quantized(*parts, self.group_size, self.bits, self.joins)
+        return _Quantized(self.matrix[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +112,13 @@ class _DenseTable:
 
 @dataclass(frozen=True, slots=True)
 class _QuantizedTable:
-    matrix: _Quantized
+    matrix: Packed
 
     def __call__(self, ids: mx.array) -> mx.array:
-        m = self.matrix
-        parts = (m.weight[ids], m.scales[ids], m.biases[ids])
-        return mx.dequantize(*parts, group_size=m.group_size, bits=m.bits)
+        rows = self.matrix[ids]
+        return mx.dequantize(
+            rows.weight, rows.scales, rows.biases, group_size=rows.group_size, bits=rows.bits
+        )
 
 
 class Weights:
@@ -195,7 +177,7 @@ class Weights:
         weight = self.raw(name)
         group_size = self.precision.group_size(weight.shape[-1])
         if group_size is not None:
-            return _QuantizedTable(_quantized(weight, group_size, self.precision))
+            return _QuantizedTable(_packed(weight, group_size, self.precision))
         mx.eval(weight)
         return _DenseTable(weight)
 
@@ -217,7 +199,7 @@ def linear(weight: mx.array, precision: Precision) -> Linear:
     weight = weight.astype(precision.dtype)
     group_size = precision.group_size(weight.shape[-1])
     if group_size is not None:
-        return _quantized(weight, group_size, precision)
+        return _Quantized(_packed(weight, group_size, precision))
     if skinny.fits(weight):
         mx.eval(weight)
         return _Skinny(weight)
@@ -228,8 +210,8 @@ def linear(weight: mx.array, precision: Precision) -> Linear:
     return _Dense(transposed)
 
 
-def _quantized(weight: mx.array, group_size: int, precision: Precision) -> _Quantized:
+def _packed(weight: mx.array, group_size: int, precision: Precision) -> Packed:
     assert precision.bits is not None
-    parts = mx.quantize(weight, group_size=group_size, bits=precision.bits)
-    mx.eval(*parts)
-    return _Quantized(*parts, group_size, precision.bits, on_cuda())
+    weight, scales, biases = mx.quantize(weight, group_size=group_size, bits=precision.bits)
+    mx.eval(weight, scales, biases)
+    return Packed(weight, scales, biases, group_size, precision.bits)

@@ -120,7 +120,7 @@ class Frame:
         ends = [length + columns for length in self.clock.lengths]
         few = columns <= MOST_COLUMNS and (columns > 1 or not self.clock.uniform)
         if few and waste != math.inf and on_cuda():
-            self.ends = mx.array(ends, dtype=mx.int32)
+            self.ends = self.clock.ends(columns)
         wasted = max(ends) * len(ends) - sum(ends)
         if wasted:
             allowed = _tolerable_waste(max(ends), columns) if waste is None else waste
@@ -209,6 +209,18 @@ class FullLayer:
 
     def pending(self) -> Sequence[mx.array]:
         return self._rows.pending()
+
+    # Towards spec_targets.compiled; see spec_core.kv.RowStore.
+
+    @property
+    def written(self) -> bool:
+        return self._rows.written
+
+    def make_room(self, columns: int) -> None:
+        self._rows.make_room(columns)
+
+    def take(self, buffers: Sequence[mx.array]) -> None:
+        self._rows.take(buffers)
 
 
 class QuantizedFullLayer(FullLayer):

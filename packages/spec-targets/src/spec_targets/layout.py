@@ -12,9 +12,8 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
-from spec_core import blas, skinny
+from spec_core import blas, packed, skinny
 from spec_core.device import on_cuda
-from spec_core.products import join_rows
 from spec_targets.anatomy import dissect
 from spec_targets.siblings import (
     Product,
@@ -22,22 +21,24 @@ from spec_targets.siblings import (
     alike,
     dense_product,
     groups,
+    matrix_of,
     quantised_product,
 )
 
 
-class JoiningLinear(QuantizedLinear):
-    """Multiplies all rows as one matrix."""
+class PackedLinear(QuantizedLinear):
+    """Multiplies as `spec_core.packed` does."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return join_rows(x, super().__call__)
+        product = packed.multiply(x, matrix_of(self))
+        return product + self.bias if "bias" in self else product
 
 
-class JoiningEmbedding(QuantizedEmbedding):
-    """Serves as a head that multiplies all rows as one matrix."""
+class PackedEmbedding(QuantizedEmbedding):
+    """Serves as a head that multiplies as `spec_core.packed` does."""
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return join_rows(x, super().as_linear)
+        return packed.multiply(x, matrix_of(self))
 
 
 class SkinnyLinear(Linear):
@@ -69,7 +70,7 @@ class SharingLinear(Sharing, SkinnyLinear):
     """A dense layer with siblings."""
 
 
-class SharingQuantizedLinear(Sharing, JoiningLinear):
+class SharingPackedLinear(Sharing, PackedLinear):
     """A quantised layer with siblings."""
 
 
@@ -83,8 +84,8 @@ class SkinnyEmbedding(Embedding):
         return head
 
 
-_JOINING: Mapping[type[Module], type[Module]] = MappingProxyType(
-    {QuantizedLinear: JoiningLinear, QuantizedEmbedding: JoiningEmbedding}
+_PACKED: Mapping[type[Module], type[Module]] = MappingProxyType(
+    {QuantizedLinear: PackedLinear, QuantizedEmbedding: PackedEmbedding}
 )
 _SKINNY: Mapping[type[Module], type[Module]] = MappingProxyType(
     {Linear: SkinnyLinear, Embedding: SkinnyEmbedding}
@@ -93,7 +94,7 @@ _SHARING: Mapping[type[Module], tuple[Callable[[Sequence[Any]], Product], type[M
     MappingProxyType(
         {
             SkinnyLinear: (dense_product, SharingLinear),
-            JoiningLinear: (quantised_product, SharingQuantizedLinear),
+            PackedLinear: (quantised_product, SharingPackedLinear),
         }
     )
 )
@@ -101,8 +102,7 @@ _SHARING: Mapping[type[Module], tuple[Callable[[Sequence[Any]], Product], type[M
 
 def lay_out(model: Module) -> None:
     """Store float32 matrices column by column where they are multiplied faster so; on CUDA multiply
-    the rows of a batch together where each would read the quantised weights by itself, a few rows
-    with dense weights by a kernel of our own, and one input with several matrices at once.
+    a few rows by kernels of our own, and one input with several matrices at once.
 
     One matrix at a time, so that a load needs the memory of one more. An embedding is among them
     where it serves as the head too.
@@ -125,7 +125,7 @@ def _class_on_cuda(module: Module) -> type[Module]:
     kind = type(module)
     if kind in _SKINNY:
         return _SKINNY[kind] if skinny.fits(module.weight) else kind
-    return _JOINING.get(kind, kind)
+    return _PACKED.get(kind, kind)
 
 
 def _share(members: Sequence[Any]) -> None:

@@ -1,8 +1,9 @@
 """The load-time proof: a few tokens through the model's own call, and through ours.
 
 The reference is the model with mlx-lm's own caches. Against it are checked: logits of one row,
-commit of a part, windows that wrap, rows of different length, the last column alone, the taps, and
-whether the embedding and the head can be lent. What cannot be proven is refused, with the reason.
+commit of a part, windows that wrap, rows of different length, the last column alone, the taps,
+forwards replayed from traces, and whether the embedding and the head can be lent. What cannot be
+proven is refused, with the reason.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from spec_core.device import on_cuda
 from spec_core.kv import RowClock
 from spec_targets.anatomy import Anatomy, Lender, Scales
 from spec_targets.errors import UnsupportedTargetError
@@ -62,6 +64,7 @@ class Findings:
         taps_refused: why the target has no taps; "" if it has.
         batch_refused: why rows cannot share a forward; "" if they can.
         row_by_row: rows can attend alone, see spec_targets.attention.
+        compiled: verifies can be replayed on this device, see spec_targets.compiled.
         lender: embedding and head, if proven.
         scales: what surrounds them.
     """
@@ -69,6 +72,7 @@ class Findings:
     taps_refused: str
     batch_refused: str
     row_by_row: bool
+    compiled: bool
     lender: Lender | None
     scales: Scales
 
@@ -112,10 +116,17 @@ def prove(bones: Bones, reference: Reference, candidates: Sequence[Scales]) -> F
     refused = reference.refused or _refusal(lambda: _prove_taps(together, runner, reference))
     lender, scales = _lend(bones.anatomy, reference, candidates)
     alone = Runner(replace(bones, options=replace(bones.options, waste=0)))
+    batch_refused = _refusal(lambda: _prove_ragged(runner, reference))
+    row_by_row = not _refusal(lambda: _prove_ragged(alone, reference))
+    asked = () if refused else tuple(range(-1, len(bones.anatomy.layers)))
+    traced = replace(bones if row_by_row else together, compiled=True)
     return Findings(
         taps_refused=refused,
-        batch_refused=_refusal(lambda: _prove_ragged(runner, reference)),
-        row_by_row=not _refusal(lambda: _prove_ragged(alone, reference)),
+        batch_refused=batch_refused,
+        row_by_row=row_by_row,
+        compiled=on_cuda()
+        and not batch_refused
+        and not _refusal(lambda: _prove_compiled(Runner(traced), reference, asked)),
         lender=lender,
         scales=scales,
     )
@@ -229,6 +240,35 @@ def _prove_taps(bones: Bones, runner: Runner, reference: Reference) -> None:
     for layer in bones.family.replayable(bones.anatomy):
         replayed = _replayed(bones, reference, layer)
         _same(f"logits from the tap of layer {layer}", replayed, reference.logits[:, :_PROMPT])
+
+
+def _prove_compiled(runner: Runner, reference: Reference, asked: Sequence[int]) -> None:
+    """One row, and two of different length: a forward of two columns is traced, a part of it kept,
+    and the trace replayed from there."""
+    for lengths in ((1,), (1, 2)):
+        state, before = runner.new_state(len(lengths)), runner.traces
+        prompt = mx.concatenate([reference.tokens[:, :2]] * state.rows)
+        mx.eval(runner.run(prompt, state, (), "all", lengths).logits)
+        state.commit(lengths)
+        for keep in ((1, 0), (0, 0)):
+            _prove_two_columns(runner, reference, asked, state)
+            state.commit(keep[: state.rows])
+        if runner.traces != before + 1:
+            raise ProofError(f"two forwards of one shape made {runner.traces - before} traces")
+
+
+def _prove_two_columns(
+    runner: Runner, reference: Reference, asked: Sequence[int], state: LayeredState
+) -> None:
+    """Each row goes on from where it stands as if alone; of the taps, the first row's are known."""
+    columns = [slice(length, length + 2) for length in state.lengths]
+    tokens = mx.concatenate([reference.tokens[:, each] for each in columns])
+    forward = runner.run(tokens, state, asked, "all", None)
+    expected = mx.concatenate([reference.logits[:, each] for each in columns])
+    _same("replayed logits", forward.logits, expected)
+    first = state.lengths[0]
+    for tap, theirs in zip(forward.taps, reference.taps if asked else (), strict=True):
+        _same("replayed taps", tap[:1, : _PROMPT - first], theirs[:, first:])
 
 
 def _replayed(bones: Bones, reference: Reference, layer: int) -> mx.array:

@@ -16,8 +16,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
-from spec_core import skinny
-from spec_core.products import join_rows
+from spec_core import packed, skinny
+from spec_core.packed import Packed
 
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that a module calls with the same input, if it has them all."""
@@ -128,19 +128,28 @@ def dense_product(members: Sequence[Linear]) -> Product:
 
 
 def quantised_product(members: Sequence[Any]) -> Product:
-    """Of alike layers with quantised weights: all rows as one matrix."""
-    first = members[0]
-    ends = list(accumulate(member["scales"].shape[0] for member in members))[:-1]
-    packed, scales = joined(members, "weight"), joined(members, "scales")
-    biases = joined(members, "biases") if first.get("biases") is not None else None
-    bias = joined(members, "bias") if "bias" in first else None
-    how = {"group_size": first.group_size, "bits": first.bits, "mode": first.mode}
-
-    def rows(x: mx.array) -> mx.array:
-        return mx.quantized_matmul(x, packed, scales, biases, transpose=True, **how)
+    """Of alike layers with quantised weights, as `spec_core.packed` does it."""
+    widths = [member["scales"].shape[0] for member in members]
+    matrix = matrix_of(members[0], lambda name: joined(members, name))
+    bias = joined(members, "bias") if "bias" in members[0] else None
 
     def multiply(x: mx.array) -> list[mx.array]:
-        product = join_rows(x, rows)
-        return list(mx.split(product if bias is None else product + bias, ends, axis=-1))
+        products = packed.multiply_apart(x, matrix, widths)
+        if bias is None:
+            return products
+        return [p + m.bias for p, m in zip(products, members, strict=True)]
 
     return multiply
+
+
+def matrix_of(layer: Any, array: Callable[[str], mx.array] | None = None) -> Packed:
+    """The quantised weights of a layer, or of as many as `array` has joined by name."""
+    array = array or layer.__getitem__
+    return Packed(
+        weight=array("weight"),
+        scales=array("scales"),
+        biases=array("biases") if layer.get("biases") is not None else None,
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    )

@@ -11,12 +11,13 @@ from mlx.nn.layers.base import Module
 
 from spec_core.device import layers_ahead, on_cuda, runs_beside_host
 from spec_core.errors import SeamError, UnsupportedError
-from spec_core.products import CHEAP_ROWS
+from spec_core.packed import CHEAP_ROWS, has_kernel
 from spec_core.seams import EmbeddingLender, Forward, LogitRows, TargetInfo, TargetState
 from spec_targets.anatomy import Anatomy
 from spec_targets.attention import RowByRow
+from spec_targets.compiled import CompiledForwards
 from spec_targets.families import Family
-from spec_targets.layers import LayerOptions
+from spec_targets.layers import Frame, FullLayer, LayerCache, LayerOptions
 from spec_targets.quantised import quantisations
 from spec_targets.rope import SharedAngles
 from spec_targets.siblings import siblings_of
@@ -34,12 +35,14 @@ class Bones:
         family: how its architecture becomes a target.
         options: how layers store what they remember.
         window: makes every sliding window at most so wide; only for the proof of wrapping.
+        compiled: verifies are replayed from traces where spec_targets.compiled serves.
     """
 
     anatomy: Anatomy
     family: Family
     options: LayerOptions
     window: int | None = None
+    compiled: bool = False
 
     def own_caches(self) -> list[Any]:
         """Fresh caches of mlx-lm's own."""
@@ -70,10 +73,18 @@ class Runner:
         self._angles = SharedAngles(self._model)
         self._siblings = siblings_of(self._model)
         self._early = EarlyStarts(bones.anatomy.layers, layers_ahead())
-        self._columns_at_least = CHEAP_ROWS if on_cuda() and quantisations(self._model) else 1
+        self._columns_at_least = CHEAP_ROWS if _columns_cost(self._model) else 1
+        self._compiled = CompiledForwards(self._model, self._trace) if bones.compiled else None
         self._pick: Callable[[mx.array], mx.array] = _same
 
+    @property
+    def traces(self) -> int:
+        """How many traces there are to replay."""
+        return self._compiled.traces if self._compiled else 0
+
     def new_state(self, rows: int) -> LayeredState:
+        if self._compiled:
+            self._compiled.renew()
         family, options, own = self._bones.family, self._bones.options, self._bones.own_caches()
         return LayeredState(rows, lambda frame: family.new_layers(own, frame, options))
 
@@ -112,29 +123,43 @@ class Runner:
     def _forward(
         self, tokens: mx.array, state: LayeredState, taps: Sequence[int], logits: LogitRows
     ) -> Forward:
-        swaps = [*self._bones.family.swaps(self._bones.anatomy, state.layers), *self._angles.swaps]
-        if state.part_rows(tokens.shape[1], self._bones.options.waste):
-            swaps += self._row_by_row.swaps()
-        if tokens.shape[1] > 1 or not runs_beside_host():  # a GPU's plain rounds are built ahead
+        columns, compiled = tokens.shape[1], self._compiled
+        swaps = list(self._bones.family.swaps(self._bones.anatomy, state.layers))
+        if compiled and logits == "all" and not swaps and compiled.serve(state.layers, columns):
+            return compiled.run(tokens, state.layers, state.lengths, taps)
+        if columns > 1 or not runs_beside_host():  # a GPU's plain rounds are built ahead
             swaps += self._early.swaps
-        swaps += self._recorder.swaps(taps)
-        last = last_column(state.valid, tokens.shape[1]) if logits == "last" else _same
+        last = last_column(state.valid, columns) if logits == "last" else _same
         inner = self._bones.anatomy.inner
         if inner is not None and last is not _same:
             self._pick, last = last, _same
             swaps.append((inner, self._narrowing))
-        out = self._call(tokens, state.layers, swaps)
-        recorded = self._recorder.take(taps) if taps else ()
+        apart = state.part_rows(columns, self._bones.options.waste)
+        out, recorded = self._call(tokens, state.layers, taps, apart, swaps)
         # The head of an unwanted forward is never evaluated: arrays are lazy.
         return Forward(logits=None if logits == "none" else last(out), taps=recorded)
 
-    def _call(self, tokens: mx.array, caches: list[Any], swaps: Sequence[Swap]) -> mx.array:
-        if not swaps:
-            out: mx.array = self._model(tokens, cache=caches)
-            return out
+    def _trace(
+        self, tokens: mx.array, layers: Sequence[FullLayer], frame: Frame, taps: Sequence[int]
+    ) -> tuple[mx.array, tuple[mx.array, ...]]:
+        apart = frame.part_rows(tokens.shape[1], self._bones.options.waste)
+        return self._call(tokens, layers, taps, apart, [])
+
+    def _call(
+        self,
+        tokens: mx.array,
+        layers: Sequence[LayerCache],
+        taps: Sequence[int],
+        apart: bool,
+        swaps: Sequence[Swap],
+    ) -> tuple[mx.array, tuple[mx.array, ...]]:
+        """The model's own call under these swaps and those for what is asked: logits and taps."""
+        swaps = [*swaps, *self._angles.swaps, *self._recorder.swaps(taps)]
+        if apart:
+            swaps += self._row_by_row.swaps()
         with swapped(swaps):
-            out = self._model(tokens, cache=caches)
-        return out
+            out: mx.array = self._model(tokens, cache=layers)
+        return out, self._recorder.take(taps) if taps else ()
 
     def _narrow(
         self,
@@ -144,6 +169,12 @@ class Runner:
         kwargs: dict[str, Any],
     ) -> Any:
         return self._pick(own(inner, *args, **kwargs))
+
+
+def _columns_cost(model: Module) -> bool:
+    """Whether a few columns cost more than somewhat more of them."""
+    kinds = quantisations(model) if on_cuda() else []
+    return not all(has_kernel(k.bits, k.group_size, k.mode, k.dtype) for k in kinds)
 
 
 def _first_columns(forward: Forward, columns: int) -> Forward:
