@@ -18,8 +18,9 @@ from spec_core import decode, flash_decode
 from spec_core.conformance import check_target
 from spec_core.seams import StateImage
 from spec_core.testing import ScriptedDrafter
+from spec_core.traces import TracedClock
 from spec_targets import build_target, layers, probe
-from spec_targets.compiled import CompiledForwards, TracedClock
+from spec_targets.compiled import CompiledForwards
 from spec_targets.target import ModelTarget, Runner
 
 CLOSE = 2e-5
@@ -390,13 +391,6 @@ def _in_a_thread(run: Callable[[], None]) -> BaseException | None:
     thread.start()
     thread.join()
     return raised[0] if raised else None
-
-
-def test_a_traced_clock_leaves_room_and_knows_no_lengths() -> None:
-    clock = TracedClock(mx.array([3, 250], dtype=mx.int32), 4, 256)
-    assert (clock.rows, clock.uniform, clock.longest, clock.reads(4)) == (2, False, 252, 256)
-    assert clock.positions(4).tolist() == [[3, 4, 5, 6], [250, 251, 252, 253]]
-    assert clock.ends(4).tolist() == [7, 254]
 
 
 # The proof.

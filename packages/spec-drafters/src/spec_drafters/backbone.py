@@ -31,6 +31,7 @@ class Sight:
     """
 
     def __init__(self, clock: RowClock, slots: int) -> None:
+        self._clock = clock
         self._lengths = clock.lengths
         self._slots = slots
         self._uniform = clock.uniform
@@ -51,7 +52,7 @@ class Sight:
         if not self._stepped or attention.causal or attention.window is not None:
             return None
         if self._ends is None:
-            self._ends = mx.array([n + self._slots for n in self._lengths], dtype=mx.int32)
+            self._ends = self._clock.ends(self._slots)
         return self._ends
 
     def mask(self, attention: LayerAttention, queries: slice) -> mx.array | None:
@@ -65,8 +66,8 @@ class Sight:
         limited = attention.causal or attention.window is not None
         if self._uniform and self._bare and not limited:
             return None
-        lengths = self._lengths[:1] if self._uniform else self._lengths
-        row = mx.array(list(lengths), dtype=mx.int32)[:, None, None, None]
+        start = self._clock.offset()
+        row = (start if isinstance(start, mx.array) else mx.array([start]))[:, None, None, None]
         column = mx.arange(self.first(attention), self._end, dtype=mx.int32)
         if not limited:
             return column < row + self._slots

@@ -8,10 +8,12 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from spec_core.device import on_cuda
 from spec_core.errors import SeamError
 from spec_core.seams import Chooser, DrafterState, EmbeddingLender, Proposal
+from spec_core.traces import Traces
 from spec_drafters.backbone import BlockBackbone
-from spec_drafters.block_state import BlockState
+from spec_drafters.block_state import BlockState, Lent
 from spec_drafters.heads import (
     BlockEmbedding,
     CandidateSelector,
@@ -24,6 +26,11 @@ from spec_drafters.heads import (
 from spec_drafters.linear import Weights
 from spec_drafters.picks import Picks
 from spec_drafters.spec import BlockSpec, FirstSlot
+
+_Buffers = list[list[mx.array]]
+
+BlockTraces = Traces[[mx.array, mx.array, mx.array, _Buffers], tuple[mx.array, _Buffers]]
+"""Of (anchor, starts, offset, buffers) -> hidden states, the same buffers written."""
 
 
 class BlockDrafter:
@@ -50,6 +57,8 @@ class BlockDrafter:
         if spec.selector is not None:
             self.selector = CandidateSelector(spec.selector, weights)
         self._token_ids = token_ids(spec, weights)
+        # On CUDA a device waits for a host that builds operation by operation.
+        self._traces: BlockTraces | None = Traces() if on_cuda() else None
         assert not weights.left(), f"no part of the model took {weights.left()}"
 
     @property
@@ -123,9 +132,30 @@ class BlockDrafter:
         them the anchor's, where it is silent but read."""
         assert self.spec.first_slot is not None
         first, end = self.spec.first_slot, self.spec.first_slot + count
-        run = _held(state).block_pass(self.spec.block_size)
-        wanted = slice(first - self._silent, end)
+        held, wanted = _held(state), slice(first - self._silent, end)
+        if self._traces is not None and held.told:
+            return self._replay(self._traces, held, anchor, wanted)
+        run = held.block_pass(self.spec.block_size)
         return self.backbone.block(self.embedding(anchor), run, wanted)
+
+    def _replay(
+        self, traces: BlockTraces, held: BlockState, anchor: mx.array, wanted: slice
+    ) -> mx.array:
+        """`hidden` of a state that was told something, from a trace."""
+
+        def block(
+            anchor: mx.array, starts: mx.array, offset: mx.array, buffers: _Buffers
+        ) -> tuple[mx.array, _Buffers]:
+            run = Lent(starts, offset, buffers).block_pass(self.spec.block_size)
+            hidden = self.backbone.block(self.embedding(anchor), run, wanted)
+            return hidden, [cache.pending() for cache in run.caches]
+
+        lent = held.lend(self.spec.block_size)
+        shapes = tuple(buffer.shape for pair in lent.buffers for buffer in pair)
+        key = (wanted.start, wanted.stop, anchor.shape, anchor.dtype, shapes)
+        hidden, buffers = traces.replay(key, block, anchor, lent.starts, lent.offset, lent.buffers)
+        held.take(buffers)
+        return hidden
 
     def guess(self, hidden: mx.array, anchor: mx.array, chooser: Chooser) -> Proposal:
         """Tokens from what `hidden` gave for a block that opens with anchor [B]."""

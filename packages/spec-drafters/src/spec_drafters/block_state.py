@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from spec_core.device import runs_beside_host
 from spec_core.errors import SeamError, UnsupportedError
 from spec_core.kv import KVRows, RowClock
 from spec_core.seams import PerToken, RowState, StateImage
+from spec_core.traces import TracedClock
 from spec_drafters.backbone import KeysValues, Pass, Sight
 from spec_drafters.rope import Offset
 from spec_drafters.spec import LayerAttention
@@ -19,6 +21,30 @@ Project = Callable[[Sequence[mx.array], Offset], Sequence[KeysValues]]
 
 _MOST_WAITING, _GROUP = 256, 32
 """Columns that may wait on a CPU, and on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What the device knows of a state; whoever keeps a buffer makes MLX copy it.
+
+    Attributes:
+        starts: [B] context columns of each row.
+        offset: [B] the position of each row's first slot.
+        buffers: keys and values of each layer.
+    """
+
+    starts: mx.array
+    offset: mx.array
+    buffers: list[list[mx.array]]
+
+    def block_pass(self, slots: int) -> Pass:
+        """The pass over these very buffers, to be traced."""
+        capacity = min(buffer.shape[2] for pair in self.buffers for buffer in pair)
+        clock = TracedClock(self.starts, slots, capacity)
+        caches = [KVRows(clock) for _ in self.buffers]
+        for cache, pair in zip(caches, self.buffers, strict=True):
+            cache.take(pair)
+        return Pass(Sight(clock, slots), self.offset, caches)
 
 
 class BlockState:
@@ -100,6 +126,28 @@ class BlockState:
         """For one run of a block of `slots` slots behind every row's context."""
         self.settle()
         return Pass(Sight(self._clock, slots), self._offset(), self._caches)
+
+    @property
+    def told(self) -> bool:
+        """Whether every layer has buffers, so that a block can be traced over them."""
+        return all(cache.written for cache in self._caches)
+
+    def lend(self, slots: int) -> Lent:
+        """What a block of `slots` slots is traced over; give the buffers back by `take`."""
+        self.settle()
+        for cache in self._caches:
+            cache.make_room(slots)
+        lengths, positions = self._clock.lengths, self.lengths
+        return Lent(
+            starts=mx.array(lengths, dtype=mx.int32),
+            offset=mx.array(positions, dtype=mx.int32),
+            buffers=[cache.pending() for cache in self._caches],
+        )
+
+    def take(self, buffers: Sequence[Sequence[mx.array]]) -> None:
+        """Store what was lent, written."""
+        for cache, pair in zip(self._caches, buffers, strict=True):
+            cache.take(pair)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order. Raises SeamError unless they are distinct rows."""
