@@ -19,7 +19,7 @@ from spec_core.conformance import check_target
 from spec_core.seams import StateImage
 from spec_core.testing import ScriptedDrafter
 from spec_core.traces import TracedClock
-from spec_targets import build_target, layers, probe
+from spec_targets import build_target, compiled, layers, probe
 from spec_targets.compiled import CompiledForwards
 from spec_targets.target import ModelTarget, Runner
 
@@ -27,8 +27,9 @@ CLOSE = 2e-5
 
 
 def with_traces(target: ModelTarget) -> ModelTarget:
-    """The same target whose verifies are replayed from traces."""
+    """The same target whose forwards are replayed from traces, each of its own width."""
     runner = Runner(replace(target._runner._bones, compiled=True))
+    runner._traced_rows = ()
     return ModelTarget(runner, target.info, target.lender, target.batch_refused)
 
 
@@ -244,7 +245,7 @@ def test_a_trace_that_fails_leaves_the_state_as_it_was(
     walk.check()
     walk.forward(3, (1,), [2, 3], 2)
     walk.forward(1, (), [1, 1], 3)
-    assert traced._runner.traces == 1
+    assert traced._runner.traces == 2
 
 
 def test_new_weights_are_used(make_target: Any) -> None:
@@ -261,9 +262,9 @@ def test_new_weights_are_used(make_target: Any) -> None:
 
 
 def test_what_cannot_be_traced_goes_the_way_it_goes_without(traced: ModelTarget) -> None:
-    """Prompts, single columns, unwanted and last logits, and more columns than a verify has."""
+    """Prompts, unwanted and last logits, and more columns than a verify has."""
     state = traced.new_state(2)
-    for columns, logits in [(3, "all"), (1, "all"), (3, "last"), (3, "none"), (17, "all")]:
+    for columns, logits in [(3, "all"), (3, "last"), (3, "none"), (17, "all")]:
         traced.forward(tokens_of(2, columns, 1), state, logits=logits)  # type: ignore[arg-type]
         state.commit([1, 1])
     assert traced._runner.traces == 0
@@ -293,6 +294,34 @@ def test_added_columns_are_traced_and_cut(
     for columns in (2, 5, 3):
         walk.forward(columns, (0,), [columns - 1], columns)
     assert traced._runner.traces == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "filled_up"),
+    [(1, 2, 8), (1, 8, 8), (1, 9, 16), (3, 2, 2), (3, 4, 5), (2, 3, 4), (4, 5, 5), (1, 1, 1)],
+)
+def test_widths_share_traces(
+    pair: tuple[ModelTarget, ModelTarget], rows: int, columns: int, filled_up: int
+) -> None:
+    traced = ModelTarget(
+        Runner(replace(pair[0]._runner._bones, compiled=True)), pair[0].info, pair[0].lender
+    )
+    walk = Walk((pair[0], traced), [4] * rows)
+    for count in (columns, filled_up):
+        walk.forward(count, (0,), [count - 1] * rows, count)
+    assert traced._runner.traces == 1
+
+
+def test_single_columns_are_traced_over_short_buffers(
+    pair: tuple[ModelTarget, ModelTarget], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "MOST_SLOTS_AHEAD", 512)
+    for rows, traces in ((1, 1), (2, 1), (3, 0)):
+        traced = with_traces(pair[0])
+        walk = Walk((pair[0], traced), [4] * rows)
+        for seed in (0, 1):
+            walk.forward(1, (), [1] * rows, seed)
+        assert traced._runner.traces == traces
 
 
 def _plainly(

@@ -1,7 +1,7 @@
 """Forwards of a few columns, traced once for each shape and then replayed.
 
-mlx-lm's Python builds some twenty operations a layer, and on CUDA a verify of a few columns waits
-for it: 3 to 4 ms for 36 layers. From a trace (spec_core.traces) it takes 0.9 ms.
+mlx-lm's Python builds some twenty operations a layer, and on CUDA a forward of one or a few columns
+waits for it: 3 to 4 ms for 36 layers. From a trace (spec_core.traces) it takes 1 ms.
 
 What a model does with a cache is traced over ordinary layers and a clock of traced lengths: it is
 the path that batches of rows of different length take. Attention reads as far as rows go by
@@ -27,6 +27,14 @@ from spec_core.flash_decode import MOST_COLUMNS
 from spec_core.seams import Forward
 from spec_core.traces import MOST_TRACES, TracedClock, Traces
 from spec_targets.layers import Frame, FullLayer, LayerCache
+
+TRACED_ROWS = (8, 16)
+"""Rows times columns that forwards of several columns are filled up to, so that traces are few. For
+CUDA's kernels for a few rows they cost nothing."""
+MOST_SLOTS_AHEAD = 4096
+"""Slots of a buffer up to which single columns are traced. Plain rounds are launched ahead: where
+the device is behind, MLX copies a buffer that is still being read, and from a trace the host is so
+fast that a device with much to read would always be behind."""
 
 Taps = tuple[mx.array, ...]
 
@@ -77,8 +85,11 @@ class CompiledForwards:
     def serve(self, layers: Sequence[LayerCache], columns: int) -> TypeGuard[list[FullLayer]]:
         """Whether `run` forwards so many columns over these layers: few, over full attention in
         the model's own type that has been written to."""
-        return 1 < columns <= MOST_COLUMNS and all(
-            type(layer) is FullLayer and layer.written for layer in layers
+        return 1 <= columns <= MOST_COLUMNS and all(
+            type(layer) is FullLayer
+            and layer.written
+            and (columns > 1 or layer.slots <= MOST_SLOTS_AHEAD)
+            for layer in layers
         )
 
     def run(

@@ -15,7 +15,7 @@ from spec_core.packed import CHEAP_ROWS, has_kernel
 from spec_core.seams import EmbeddingLender, Forward, LogitRows, TargetInfo, TargetState
 from spec_targets.anatomy import Anatomy
 from spec_targets.attention import RowByRow
-from spec_targets.compiled import CompiledForwards
+from spec_targets.compiled import TRACED_ROWS, CompiledForwards
 from spec_targets.families import Family
 from spec_targets.layers import Frame, FullLayer, LayerCache, LayerOptions
 from spec_targets.quantised import quantisations
@@ -75,6 +75,7 @@ class Runner:
         self._early = EarlyStarts(bones.anatomy.layers, layers_ahead())
         self._columns_at_least = CHEAP_ROWS if _columns_cost(self._model) else 1
         self._compiled = CompiledForwards(self._model, self._trace) if bones.compiled else None
+        self._traced_rows: Sequence[int] = TRACED_ROWS if bones.compiled else ()
         self._pick: Callable[[mx.array], mx.array] = _same
 
     @property
@@ -117,8 +118,13 @@ class Runner:
             self._pick = _same
 
     def _padding(self, rows: int, columns: int) -> int:
-        """Columns to add, because more cost less. A single column takes other kernels anyway."""
-        return 0 if columns == 1 else max(0, -(-self._columns_at_least // rows) - columns)
+        """Columns to add: where more cost less, and where they cost nothing and more widths share a
+        trace. A single column takes other kernels anyway."""
+        if columns == 1:
+            return 0
+        cheap = -(-self._columns_at_least // rows)
+        traced = next((most // rows for most in self._traced_rows if rows * columns <= most), 0)
+        return max(0, cheap - columns, traced - columns)
 
     def _forward(
         self, tokens: mx.array, state: LayeredState, taps: Sequence[int], logits: LogitRows
