@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import mlx.core as mx
 import pytest
 
@@ -71,6 +74,31 @@ def test_matrices_that_lie_in_one_give_what_each_gives(rows: int) -> None:
         packed.multiply_apart(x, both, (32, 16)), (0, 32), (32, 48), strict=True
     ):
         assert mx.allclose(part, x @ unpacked[begin:end].T, rtol=1e-2, atol=1e-2)
+
+
+def test_few_rows_and_one_matrix_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: which products the kernel is asked for."""
+    asked: list[tuple[int, ...]] = []
+
+    def kernel(x: mx.array, m: Packed, widths: Sequence[int]) -> list[mx.array]:
+        asked.append(x.shape)
+        return list(mx.split(packed._product(x, m), list(accumulate(widths))[:-1], axis=-1))
+
+    monkeypatch.setattr(packed, "on_cuda", lambda: True)
+    monkeypatch.setattr(packed, "_few_rows", kernel)
+    one, _ = matrix(32, 64, 8, 32, mx.bfloat16)
+    for rows in (1, 2, 16, 17):
+        packed.multiply(mx.zeros((1, rows, 64), mx.bfloat16), one)
+        packed.multiply_apart(mx.zeros((rows, 1, 64), mx.bfloat16), one, (20, 12))
+    assert asked == [(1, 2, 64), (2, 1, 64), (1, 16, 64), (16, 1, 64)]
+    asked.clear()
+    x = mx.zeros((1, 4, 64), mx.bfloat16)
+    parts = mx.quantize(mx.zeros((3, 32, 64), mx.bfloat16), group_size=32, bits=8)
+    packed.multiply(x, Packed(*parts, 32, 8))
+    packed.multiply(x.astype(mx.float32), one)
+    packed.multiply(x.astype(mx.float32), matrix(32, 64, 8, 32)[0])
+    packed.multiply(x, matrix(32, 64, 6, 32, mx.bfloat16)[0])
+    assert not asked
 
 
 @pytest.mark.skipif(on_cuda(), reason="on CUDA it does")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from spec_core import traces
 from spec_core.conformance.drafter import check_drafter
 from spec_core.testing import TinyTarget
 from spec_core.traces import Traces
@@ -27,9 +28,11 @@ FEW = settings(
 
 
 @pytest.fixture(autouse=True)
-def no_early_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is being traced cannot be started; where traces are used, layers never are."""
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are not started one by one: what is being traced cannot be. And everything is traced
+    when it is first met."""
     monkeypatch.setattr(backbone, "start_layer", lambda hidden: None)
+    monkeypatch.setattr(traces._Kept, "met", lambda kept, key: True)
 
 
 def traced(drafter: BlockDrafter) -> BlockDrafter:
@@ -107,10 +110,13 @@ def test_it_keeps_the_contract_of_a_drafter() -> None:
 def test_a_trace_is_made_once_for_each_shape() -> None:
     drafter = traced(Golden.named("dspark_qwen3").drafter())
     state = told(drafter, random_taps(drafter, 1, 9))
-    for count, traces in [(3, 1), (2, 2), (3, 2)]:
+    for count in (3, 2, drafter.max_block):
         logits(drafter, state, [4], count)
         drafter.extend(state, mx.zeros((1, 2), dtype=mx.int32), random_taps(drafter, 1, 2), [2])
-        assert len(drafter._traces) == traces
+    assert len(drafter._traces) == 1
+    state.join(told(drafter, random_taps(drafter, 1, 3)))
+    logits(drafter, state, [4, 5])
+    assert len(drafter._traces) == 2
 
 
 def test_buffers_are_written_in_place() -> None:

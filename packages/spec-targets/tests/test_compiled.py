@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_core import decode, flash_decode
+from spec_core import traces as tracing
 from spec_core.conformance import check_target
 from spec_core.seams import StateImage
 from spec_core.testing import ScriptedDrafter
@@ -29,8 +30,19 @@ CLOSE = 2e-5
 def with_traces(target: ModelTarget) -> ModelTarget:
     """The same target whose forwards are replayed from traces, each of its own width."""
     runner = Runner(replace(target._runner._bones, compiled=True))
-    runner._traced_rows = ()
+    assert runner._compiled is not None
+    runner._compiled._widens = False
     return ModelTarget(runner, target.info, target.lender, target.batch_refused)
+
+
+OWN_RULE = tracing._Kept.met
+
+
+@pytest.fixture(autouse=True)
+def at_first_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is traced when it is first met, single columns too."""
+    monkeypatch.setattr(tracing._Kept, "met", lambda kept, key: True)
+    monkeypatch.setattr(flash_decode, "fits", lambda keys: True)
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +220,7 @@ def test_of_the_traces_those_used_last_are_kept(
     plain, traced = pair[0], with_traces(pair[0])
     runner = traced._runner
     runner._compiled = CompiledForwards(runner._model, runner._trace, most=2)
+    runner._compiled._widens = False
     made: list[int] = []
     own = Runner._trace
 
@@ -253,10 +266,14 @@ def test_new_weights_are_used(make_target: Any) -> None:
     plain, _ = make_target("qwen3")
     traced = with_traces(plain)
     Walk((plain, traced), [4]).forward(3, (), [1], 0)
-    block = plain._runner._model.layers[1].mlp
+    layers = plain._runner._model.layers
+    block = layers[1].mlp
     block.up_proj.update({"weight": block.up_proj.weight * 2})
     Walk((plain, traced), [4]).forward(3, (), [1], 0)
     block.down_proj = type(block.down_proj)(*block.down_proj.weight.shape[::-1], bias=False)
+    Walk((plain, traced), [4]).forward(3, (), [1], 0)
+    other, _ = make_target("qwen3")
+    layers[2] = other._runner._model.layers[0]
     Walk((plain, traced), [4]).forward(3, (), [1], 0)
     assert traced._runner.traces == 1
 
@@ -298,18 +315,31 @@ def test_added_columns_are_traced_and_cut(
 
 @pytest.mark.parametrize(
     ("rows", "columns", "filled_up"),
-    [(1, 2, 8), (1, 8, 8), (1, 9, 16), (3, 2, 2), (3, 4, 5), (2, 3, 4), (4, 5, 5), (1, 1, 1)],
+    [(1, 2, 8), (1, 8, 8), (1, 9, 16), (3, 2, 4), (3, 5, 8), (2, 9, 16), (1, 1, 1)],
 )
 def test_widths_share_traces(
     pair: tuple[ModelTarget, ModelTarget], rows: int, columns: int, filled_up: int
 ) -> None:
-    traced = ModelTarget(
-        Runner(replace(pair[0]._runner._bones, compiled=True)), pair[0].info, pair[0].lender
-    )
+    traced = with_traces(pair[0])
+    traced._runner._compiled._widens = True
     walk = Walk((pair[0], traced), [4] * rows)
     for count in (columns, filled_up):
         walk.forward(count, (0,), [count - 1] * rows, count)
     assert traced._runner.traces == 1
+
+
+def test_experts_are_not_given_more_columns(make_target: Any) -> None:
+    for family, width in (("qwen3", 8), ("qwen3_5_moe", 3)):
+        target, _ = make_target(family)
+        compiled = CompiledForwards(target._runner._model, target._runner._trace)
+        assert compiled.width(1, 3) == width
+
+
+def test_prompts_are_not_filled_up(traced: ModelTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced._runner._compiled._widens = True
+    state = filled(traced, [4])
+    traced.forward(tokens_of(1, 3, 0), state, logits="last")
+    assert state._clock.provisional == 3
 
 
 def test_single_columns_are_traced_over_short_buffers(
@@ -429,6 +459,7 @@ def _in_a_thread(run: Callable[[], None]) -> BaseException | None:
 def proving(monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets are proven for traces, as on CUDA."""
     monkeypatch.setattr(probe, "on_cuda", lambda: True)
+    monkeypatch.setattr(tracing._Kept, "met", OWN_RULE)
 
 
 @pytest.mark.usefixtures("proving")

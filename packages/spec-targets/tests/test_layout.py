@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx import nn
 
-from spec_targets import layout
+from spec_core import packed
+from spec_targets import layout, target
 
 
 class Tiny(nn.Module):
@@ -132,3 +134,13 @@ def test_on_cuda_quantised_layers_multiply_as_packed_does(
     assert type(model.table) is layout.PackedEmbedding
     for tokens, logits in zip(before, expected, strict=True):
         assert mx.array_equal(model(tokens), logits)
+
+
+@pytest.mark.parametrize(("bits", "cost"), [(8, False), (6, True), (None, False)])
+def test_columns_are_added_for_packings_that_have_no_kernel(
+    make_target: Any, monkeypatch: pytest.MonkeyPatch, bits: int | None, cost: bool
+) -> None:
+    monkeypatch.setattr(target, "on_cuda", lambda: True)
+    monkeypatch.setattr(packed, "on_cuda", lambda: True)
+    model = make_target("qwen3", weight_bits=bits, dtype=mx.bfloat16)[0]._runner._model
+    assert target._columns_cost(model) is cost

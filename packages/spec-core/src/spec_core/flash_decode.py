@@ -32,12 +32,17 @@ def serves(queries: mx.array, keys: mx.array) -> bool:
     _, heads, columns, dim = queries.shape
     return (
         columns <= MOST_COLUMNS
-        and dim in (64, 128)
+        and dim == keys.shape[-1]
         and heads % keys.shape[1] == 0
-        and queries.dtype in (mx.bfloat16, mx.float16)
-        and keys.dtype == queries.dtype
-        and has_tile_products()
+        and queries.dtype == keys.dtype
+        and fits(keys)
     )
+
+
+def fits(keys: mx.array) -> bool:
+    """Whether `attend` reads keys [B, K, S, D] like these."""
+    half = keys.dtype in (mx.bfloat16, mx.float16)
+    return half and keys.shape[-1] in (64, 128) and has_tile_products()
 
 
 def attend(
@@ -159,7 +164,7 @@ _PARTIAL = r"""
   const int split = blockIdx.x, splits = gridDim.x, key_head = blockIdx.y;
   const int row = blockIdx.z / groups, first_row = (blockIdx.z % groups) * ROWS;
   const int end = ends[row];
-  const int chunk = ((keys_shape[2] + splits - 1) / splits + 63) / 64 * 64;
+  const int chunk = ((end + splits - 1) / splits + 63) / 64 * 64;
   const int from = split * chunk, to = min(end, from + chunk);
   const auto* key_base = reinterpret_cast<const char*>(
       keys + row * keys_strides[0] + key_head * keys_strides[1]);

@@ -17,9 +17,13 @@ import mlx.core as mx
 
 from spec_core.kv import RowClock
 
-MOST_TRACES = 64
-"""Traces that are kept. One takes a few megabytes of the host, and to make it twice as long as a
-call without one; a server meets a shape for every width, number of rows and size of buffers."""
+MOST_TRACES, _MOST_MET = 64, 256
+"""Traces that are kept, and keys that are remembered. A trace takes the host a few megabytes, and
+to make it takes several calls' time: so what is met for the first time is not traced. A server
+meets a shape for every width, number of rows and size of buffers."""
+
+Buffers = list[list[mx.array]]
+"""Keys and values of each layer."""
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -47,15 +51,19 @@ class Traces(Generic[_Arguments, _Result]):
         *arguments: _Arguments.args,
         **named: _Arguments.kwargs,
     ) -> _Result:
-        """The function's result. It is only called where there is no trace under this key, which
-        has to tell apart whatever differs but numbers in arrays. Lazy."""
-        kept = self._kept.traces
-        trace = kept.get(key) or mx.compile(function)
+        """The function's result, from a trace that is made when a key is met for the second time.
+        The key has to tell apart whatever differs but numbers and shapes of arrays. Lazy."""
+        kept = self._kept
+        trace = kept.traces.get(key)
+        if trace is None:
+            if not kept.met(key):
+                return function(*arguments, **named)
+            trace = mx.compile(function)
         result: _Result = trace(*arguments, **named)
-        kept[key] = trace  # not before: one that raised is half a trace
-        kept.move_to_end(key)
-        if len(kept) > self._most:
-            kept.popitem(last=False)
+        kept.traces[key] = trace  # not before: one that raised is half a trace
+        kept.traces.move_to_end(key)
+        if len(kept.traces) > self._most:
+            kept.traces.popitem(last=False)
         return result
 
     def clear(self) -> None:
@@ -70,6 +78,22 @@ class _Kept(threading.local):
 
     def __init__(self) -> None:
         self.traces: OrderedDict[Hashable, Any] = OrderedDict()
+        self._met: OrderedDict[Hashable, None] = OrderedDict()
+
+    def met(self, key: Hashable) -> bool:
+        """Whether this key was asked for lately."""
+        known = key in self._met
+        self._met[key] = None
+        self._met.move_to_end(key)
+        if len(self._met) > _MOST_MET:
+            self._met.popitem(last=False)
+        return known
+
+
+def shapes_of(buffers: Buffers) -> tuple[object, ...]:
+    """What a key has to know of buffers: layers are alike. (Where some are not, MLX tells them
+    apart behind the key.)"""
+    return (len(buffers), *(buffer.shape for buffer in buffers[0]))
 
 
 class TracedClock(RowClock):
@@ -90,6 +114,11 @@ class TracedClock(RowClock):
         self._starts = starts
         self._capacity = capacity
         self._at = starts[:, None] + mx.arange(columns, dtype=mx.int32)
+
+    @classmethod
+    def over(cls, starts: mx.array, columns: int, buffers: Buffers) -> TracedClock:
+        """The clock of rows in these buffers."""
+        return cls(starts, columns, min(each.shape[2] for pair in buffers for each in pair))
 
     @property
     def uniform(self) -> bool:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from spec_core.device import on_cuda
 from spec_core.errors import SeamError
 from spec_core.seams import Chooser, DrafterState, EmbeddingLender, Proposal
-from spec_core.traces import Traces
+from spec_core.traces import Buffers, Traces, shapes_of
 from spec_drafters.backbone import BlockBackbone
 from spec_drafters.block_state import BlockState, Lent
 from spec_drafters.heads import (
@@ -27,9 +27,7 @@ from spec_drafters.linear import Weights
 from spec_drafters.picks import Picks
 from spec_drafters.spec import BlockSpec, FirstSlot
 
-_Buffers = list[list[mx.array]]
-
-BlockTraces = Traces[[mx.array, mx.array, mx.array, _Buffers], tuple[mx.array, _Buffers]]
+BlockTraces = Traces[[mx.array, mx.array, mx.array, Buffers], tuple[mx.array, Buffers]]
 """Of (anchor, starts, offset, buffers) -> hidden states, the same buffers written."""
 
 
@@ -132,27 +130,28 @@ class BlockDrafter:
         them the anchor's, where it is silent but read."""
         assert self.spec.first_slot is not None
         first, end = self.spec.first_slot, self.spec.first_slot + count
-        held, wanted = _held(state), slice(first - self._silent, end)
+        held, before = _held(state), first - self._silent
         if self._traces is not None and held.told:
-            return self._replay(self._traces, held, anchor, wanted)
+            return self._replay(self._traces, held, anchor)[:, : end - before]
         run = held.block_pass(self.spec.block_size)
-        return self.backbone.block(self.embedding(anchor), run, wanted)
+        return self.backbone.block(self.embedding(anchor), run, slice(before, end))
 
-    def _replay(
-        self, traces: BlockTraces, held: BlockState, anchor: mx.array, wanted: slice
-    ) -> mx.array:
-        """`hidden` of a state that was told something, from a trace."""
+    def _replay(self, traces: BlockTraces, held: BlockState, anchor: mx.array) -> mx.array:
+        """`hidden` of all predicting slots of a state that was told something, from a trace. (One
+        with a lender's old weights costs acceptance, nothing else.)"""
+        assert self.spec.first_slot is not None
+        first, slots = self.spec.first_slot, self.spec.block_size
+        wanted = slice(first - self._silent, first + self.max_block)
 
         def block(
-            anchor: mx.array, starts: mx.array, offset: mx.array, buffers: _Buffers
-        ) -> tuple[mx.array, _Buffers]:
-            run = Lent(starts, offset, buffers).block_pass(self.spec.block_size)
+            anchor: mx.array, starts: mx.array, offset: mx.array, buffers: Buffers
+        ) -> tuple[mx.array, Buffers]:
+            run = Lent(starts, offset, buffers).block_pass(slots)
             hidden = self.backbone.block(self.embedding(anchor), run, wanted)
             return hidden, [cache.pending() for cache in run.caches]
 
-        lent = held.lend(self.spec.block_size)
-        shapes = tuple(buffer.shape for pair in lent.buffers for buffer in pair)
-        key = (wanted.start, wanted.stop, anchor.shape, anchor.dtype, shapes)
+        lent = held.lend(slots)
+        key = (wanted.start, anchor.shape, shapes_of(lent.buffers))
         hidden, buffers = traces.replay(key, block, anchor, lent.starts, lent.offset, lent.buffers)
         held.take(buffers)
         return hidden

@@ -12,7 +12,7 @@ from spec_core.device import runs_beside_host
 from spec_core.errors import SeamError, UnsupportedError
 from spec_core.kv import KVRows, RowClock
 from spec_core.seams import PerToken, RowState, StateImage
-from spec_core.traces import TracedClock
+from spec_core.traces import Buffers, TracedClock
 from spec_drafters.backbone import KeysValues, Pass, Sight
 from spec_drafters.rope import Offset
 from spec_drafters.spec import LayerAttention
@@ -35,12 +35,11 @@ class Lent:
 
     starts: mx.array
     offset: mx.array
-    buffers: list[list[mx.array]]
+    buffers: Buffers
 
     def block_pass(self, slots: int) -> Pass:
         """The pass over these very buffers, to be traced."""
-        capacity = min(buffer.shape[2] for pair in self.buffers for buffer in pair)
-        clock = TracedClock(self.starts, slots, capacity)
+        clock = TracedClock.over(self.starts, slots, self.buffers)
         caches = [KVRows(clock) for _ in self.buffers]
         for cache, pair in zip(caches, self.buffers, strict=True):
             cache.take(pair)

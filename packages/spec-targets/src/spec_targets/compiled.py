@@ -16,21 +16,22 @@ bit, as kernels for other shapes do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from spec_core import flash_decode
 from spec_core.flash_decode import MOST_COLUMNS
 from spec_core.seams import Forward
-from spec_core.traces import MOST_TRACES, TracedClock, Traces
+from spec_core.traces import MOST_TRACES, Buffers, TracedClock, Traces, shapes_of
 from spec_targets.layers import Frame, FullLayer, LayerCache
 
-TRACED_ROWS = (8, 16)
-"""Rows times columns that forwards of several columns are filled up to, so that traces are few. For
-CUDA's kernels for a few rows they cost nothing."""
+WIDTHS, WIDTHS_OF_ROWS = (8, 16), (4, 8, 16)
+"""Columns that forwards of several are filled up to, of one row and of more, so that traces are
+few. CUDA's kernels for a few rows take as long for eight as for two."""
 MOST_SLOTS_AHEAD = 4096
 """Slots of a buffer up to which single columns are traced. Plain rounds are launched ahead: where
 the device is behind, MLX copies a buffer that is still being read, and from a trace the host is so
@@ -41,13 +42,10 @@ Taps = tuple[mx.array, ...]
 Call = Callable[[mx.array, list[FullLayer], Frame, Sequence[int]], tuple[mx.array, Taps]]
 """The model over layer caches of one open frame: (tokens, caches, frame, taps) -> logits, taps."""
 
-_Buffers = list[list[mx.array]]
-"""Keys and values of each layer."""
-
-_Written = tuple[mx.array, Taps, _Buffers]
+_Written = tuple[mx.array, Taps, Buffers]
 """Logits [B, T, V], taps, the same buffers written."""
 
-_Traced = Callable[[mx.array, mx.array, _Buffers], _Written]
+_Traced = Callable[[mx.array, mx.array, Buffers], _Written]
 """Of tokens [B, T], starts [B] and buffers."""
 
 
@@ -57,16 +55,20 @@ class CompiledForwards:
     Args:
         model: whose forwards they are.
         call: runs it, as often as there is something to trace.
+        singles: rows can attend each over its own positions, as single columns have to.
         most: traces that are kept; the one that was not used for longest goes first.
     """
 
-    def __init__(self, model: Module, call: Call, most: int = MOST_TRACES) -> None:
+    def __init__(
+        self, model: Module, call: Call, *, singles: bool = True, most: int = MOST_TRACES
+    ) -> None:
         self._model = model
-        self._modules: list[Module] = model.modules()  # type: ignore[no-untyped-call]
-        self._held = [dict(module) for module in self._modules]
+        self._holdings = _Holdings(model)
         self._changes = 0
         self._call = call
-        self._traces: Traces[[mx.array, mx.array, _Buffers], _Written] = Traces(most)
+        self._singles = singles
+        self._widens = not any("Switch" in type(module).__name__ for module in _modules(model))
+        self._traces: Traces[[mx.array, mx.array, Buffers], _Written] = Traces(most)
 
     @property
     def traces(self) -> int:
@@ -74,23 +76,28 @@ class CompiledForwards:
         return len(self._traces)
 
     def renew(self) -> None:
-        """Use no trace from before if the model holds other weights or modules since."""
-        if _unchanged(self._modules, self._held):
+        """Use no trace from before if the model holds other weights or modules since. (What is
+        written into an array is not seen: assign another one.)"""
+        if self._holdings.changed() is None:
             return
-        self._modules = self._model.modules()  # type: ignore[no-untyped-call]
-        self._held = [dict(module) for module in self._modules]
+        self._holdings = _Holdings(self._model)
         self._changes += 1
         self._traces.clear()  # they hold the old ones
 
     def serve(self, layers: Sequence[LayerCache], columns: int) -> TypeGuard[list[FullLayer]]:
         """Whether `run` forwards so many columns over these layers: few, over full attention in
-        the model's own type that has been written to."""
-        return 1 <= columns <= MOST_COLUMNS and all(
-            type(layer) is FullLayer
-            and layer.written
-            and (columns > 1 or layer.slots <= MOST_SLOTS_AHEAD)
-            for layer in layers
-        )
+        the model's own type that has been written to; single ones only over short buffers."""
+        few = 1 <= columns <= MOST_COLUMNS
+        if not few or not all(type(layer) is FullLayer and layer.written for layer in layers):
+            return False
+        keys = layers[0].pending()[0]
+        ahead = keys.shape[0] * keys.shape[2] <= MOST_SLOTS_AHEAD
+        return columns > 1 or (self._singles and ahead and flash_decode.fits(keys))
+
+    def width(self, rows: int, columns: int) -> int:
+        """Columns to fill such a forward up to. What experts read grows with every column."""
+        widths = (WIDTHS if rows == 1 else WIDTHS_OF_ROWS) if self._widens and columns > 1 else ()
+        return next((width for width in widths if width >= columns), columns)
 
     def run(
         self,
@@ -106,8 +113,7 @@ class CompiledForwards:
         starts = mx.array(list(lengths), dtype=mx.int32)
         # Neither list outlives this call: MLX writes in place only what nobody else refers to.
         buffers = [list(layer.pending()) for layer in layers]
-        shapes = tuple(buffer.shape for pair in buffers for buffer in pair)
-        key = (self._changes, tokens.shape, tokens.dtype, tuple(taps), shapes)
+        key = (self._changes, tokens.shape, tuple(taps), shapes_of(buffers))
         traced = self._traced(tuple(taps))
         logits, recorded, written = self._traces.replay(key, traced, tokens, starts, buffers)
         for layer, pair in zip(layers, written, strict=True):
@@ -117,12 +123,11 @@ class CompiledForwards:
     def _traced(self, taps: tuple[int, ...]) -> _Traced:
         """What is recorded."""
 
-        def forward(tokens: mx.array, starts: mx.array, buffers: _Buffers) -> _Written:
-            capacity = min(buffer.shape[2] for pair in buffers for buffer in pair)
-            frame = Frame(TracedClock(starts, tokens.shape[1], capacity))
+        def forward(tokens: mx.array, starts: mx.array, buffers: Buffers) -> _Written:
+            frame = Frame(TracedClock.over(starts, tokens.shape[1], buffers))
             frame.open()
             layers = [_layer_over(pair, frame) for pair in buffers]
-            with _forgetful(self._modules):
+            with _forgetful(self._model):
                 logits, recorded = self._call(tokens, layers, frame, taps)
             return logits, recorded, [list(layer.pending()) for layer in layers]
 
@@ -130,29 +135,56 @@ class CompiledForwards:
 
 
 @contextmanager
-def _forgetful(modules: Sequence[Module]) -> Iterator[None]:
+def _forgetful(model: Module) -> Iterator[None]:
     """Raise ValueError if modules keep something of a call, and give them back what they had: an
     array of a trace is no number, and what a trace found in a module is the same for ever."""
-    before = [dict(module) for module in modules]
-    changed: list[str] = []
+    before = _Holdings(model)
+    changed: str | None = None
     try:
         yield
     finally:
-        for module, held in zip(modules, before, strict=True):
-            if not _unchanged([module], [held]):
-                changed.append(type(module).__name__)
+        changed = before.changed()
+        before.give_back()
+    if changed is not None:
+        raise ValueError(f"{changed} keeps what it was called with, and cannot be traced")
+
+
+class _Holdings:
+    """What a model's modules hold, at one moment: their items, and those of their lists."""
+
+    def __init__(self, model: Module) -> None:
+        self._modules = _modules(model)
+        self._items = [dict(module) for module in self._modules]
+        lists = [each for items in self._items for each in items.values() if type(each) is list]
+        self._lists = [(each, list(each)) for each in lists]
+
+    def changed(self) -> str | None:
+        """The class of a module that holds other things since, or None."""
+        for module, items in zip(self._modules, self._items, strict=True):
+            if not _same(list(module), list(items)) or not _same(module.values(), items.values()):
+                return type(module).__name__
+        if all(_same(each, held) for each, held in self._lists):
+            return None
+        return "a module with a list"
+
+    def give_back(self) -> None:
+        """Let the modules hold what they held."""
+        for module, items in zip(self._modules, self._items, strict=True):
+            if not _same(module.values(), items.values()):
                 dict.clear(module)
-                dict.update(module, held)
-    if changed:
-        raise ValueError(f"{changed[0]} keeps what it was called with, and cannot be traced")
+                dict.update(module, items)
+        for each, held in self._lists:
+            each[:] = held
 
 
-def _unchanged(modules: Sequence[Module], before: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether modules hold the very things that they held."""
-    return all(
-        module.keys() == held.keys() and all(module[name] is each for name, each in held.items())
-        for module, held in zip(modules, before, strict=True)
-    )
+def _same(some: Collection[object], others: Collection[object]) -> bool:
+    """Whether two collections have the very same members."""
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def _modules(model: Module) -> list[Module]:
+    modules: list[Module] = model.modules()  # type: ignore[no-untyped-call]
+    return modules
 
 
 def _layer_over(buffers: Sequence[mx.array], frame: Frame) -> FullLayer:

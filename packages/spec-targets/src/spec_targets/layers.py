@@ -216,11 +216,6 @@ class FullLayer:
     def written(self) -> bool:
         return self._rows.written
 
-    @property
-    def slots(self) -> int:
-        """Positions that the buffers hold, over all their rows."""
-        return max((buffer.shape[0] * buffer.shape[2] for buffer in self.pending()), default=0)
-
     def make_room(self, columns: int) -> None:
         self._rows.make_room(columns)
 

@@ -30,6 +30,9 @@ class PackedLinear(QuantizedLinear):
     """Multiplies as `spec_core.packed` does."""
 
     def __call__(self, x: mx.array) -> mx.array:
+        if x.size == x.shape[-1]:  # one row is MLX's, without a detour
+            alone: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
+            return alone
         product = packed.multiply(x, matrix_of(self))
         return product + self.bias if "bias" in self else product
 
@@ -38,6 +41,9 @@ class PackedEmbedding(QuantizedEmbedding):
     """Serves as a head that multiplies as `spec_core.packed` does."""
 
     def as_linear(self, x: mx.array) -> mx.array:
+        if x.size == x.shape[-1]:
+            alone: mx.array = super().as_linear(x)  # type: ignore[no-untyped-call]
+            return alone
         return packed.multiply(x, matrix_of(self))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from spec_core.packed import CHEAP_ROWS, has_kernel
 from spec_core.seams import EmbeddingLender, Forward, LogitRows, TargetInfo, TargetState
 from spec_targets.anatomy import Anatomy
 from spec_targets.attention import RowByRow
-from spec_targets.compiled import TRACED_ROWS, CompiledForwards
+from spec_targets.compiled import CompiledForwards
 from spec_targets.families import Family
 from spec_targets.layers import Frame, FullLayer, LayerCache, LayerOptions
 from spec_targets.quantised import quantisations
@@ -35,7 +36,8 @@ class Bones:
         family: how its architecture becomes a target.
         options: how layers store what they remember.
         window: makes every sliding window at most so wide; only for the proof of wrapping.
-        compiled: verifies are replayed from traces where spec_targets.compiled serves.
+        compiled: plain steps and verifies are replayed from traces where spec_targets.compiled
+            serves.
     """
 
     anatomy: Anatomy
@@ -74,8 +76,10 @@ class Runner:
         self._siblings = siblings_of(self._model)
         self._early = EarlyStarts(bones.anatomy.layers, layers_ahead())
         self._columns_at_least = CHEAP_ROWS if _columns_cost(self._model) else 1
-        self._compiled = CompiledForwards(self._model, self._trace) if bones.compiled else None
-        self._traced_rows: Sequence[int] = TRACED_ROWS if bones.compiled else ()
+        self._compiled: CompiledForwards | None = None
+        if bones.compiled:
+            singles = bones.options.waste != math.inf
+            self._compiled = CompiledForwards(self._model, self._trace, singles=singles)
         self._pick: Callable[[mx.array], mx.array] = _same
 
     @property
@@ -99,13 +103,18 @@ class Runner:
     ) -> Forward:
         """One provisional forward; if it raises, the state is as before."""
         columns = tokens.shape[1]
-        padding = self._padding(*tokens.shape)
+        compiled = self._compiled_for(state, columns) if logits == "all" else None
+        padding = self._width(state.rows, columns, compiled) - columns
         if padding:
             valid = valid or [columns] * state.rows
             tokens = mx.concatenate([tokens, *[tokens[:, -1:]] * padding], axis=1)
         state.begin(tokens.shape[1], valid)
         try:
-            forward = self._forward(tokens, state, taps, logits)
+            if compiled:
+                layers: list[Any] = state.layers
+                forward = compiled.run(tokens, layers, state.lengths, taps)
+            else:
+                forward = self._forward(tokens, state, taps, logits)
             return _first_columns(forward, columns) if padding else forward
         except BaseException:
             state.commit([0] * state.rows)
@@ -117,22 +126,24 @@ class Runner:
             self._angles.clear()
             self._pick = _same
 
-    def _padding(self, rows: int, columns: int) -> int:
-        """Columns to add: where more cost less, and where they cost nothing and more widths share a
-        trace. A single column takes other kernels anyway."""
-        if columns == 1:
-            return 0
-        cheap = -(-self._columns_at_least // rows)
-        traced = next((most // rows for most in self._traced_rows if rows * columns <= most), 0)
-        return max(0, cheap - columns, traced - columns)
+    def _compiled_for(self, state: LayeredState, columns: int) -> CompiledForwards | None:
+        """What replays such a forward, if something does."""
+        compiled, bones = self._compiled, self._bones
+        if compiled is None or not compiled.serve(state.layers, columns):
+            return None
+        return None if bones.family.swaps(bones.anatomy, state.layers) else compiled
+
+    def _width(self, rows: int, columns: int, compiled: CompiledForwards | None) -> int:
+        """Columns to forward: more where they cost less, or nothing. A single column takes other
+        kernels anyway."""
+        cheap = -(-self._columns_at_least // rows) if columns > 1 else 1
+        return max(columns, cheap, compiled.width(rows, columns) if compiled else 1)
 
     def _forward(
         self, tokens: mx.array, state: LayeredState, taps: Sequence[int], logits: LogitRows
     ) -> Forward:
-        columns, compiled = tokens.shape[1], self._compiled
+        columns = tokens.shape[1]
         swaps = list(self._bones.family.swaps(self._bones.anatomy, state.layers))
-        if compiled and logits == "all" and not swaps and compiled.serve(state.layers, columns):
-            return compiled.run(tokens, state.layers, state.lengths, taps)
         if columns > 1 or not runs_beside_host():  # a GPU's plain rounds are built ahead
             swaps += self._early.swaps
         last = last_column(state.valid, columns) if logits == "last" else _same
