@@ -229,3 +229,30 @@ def test_a_second_signal_ends_the_answers_that_the_first_waits_for() -> None:
             json.loads(rest[-3].strip().removeprefix("data: "))["error"]["code"] == "shutting_down"
         )
         assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_still_loading_stops_at_once(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """While round times are measured: MLX would abort a process that ends in the ordinary way."""
+    process = subprocess.Popen(
+        [*COMMAND, "--port", "0", "--max-draft", "auto"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "SPEC_CURVES_DIR": str(tmp_path)},
+    )
+    assert process.stderr is not None
+    try:
+        line = ""
+        while "measuring" not in line:
+            line = process.stderr.readline()
+            assert line, "the server ended"
+            assert "/v1 (" not in line, "nothing was measured"
+        process.send_signal(number)
+        assert process.wait(60) == 0
+        assert process.stderr.read().splitlines()[-1] == "spec: the server has stopped"
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

@@ -71,6 +71,13 @@ def test_a_prompt_file_that_says_it_wrongly_is_refused(tmp_path: Path, content: 
         prompt_file(tmp_path / "p.json")
 
 
+@pytest.mark.parametrize("name", ["p.json", "p.txt"])
+def test_a_prompt_file_that_is_no_text_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\xff\xfeabc")
+    with pytest.raises(InvalidValueError, match="UTF-8"):
+        prompt_file(tmp_path / name)
+
+
 # ---------------------------------------------------------------------- measuring
 
 

@@ -143,6 +143,8 @@ def broken(tmp_path: Path, how: str) -> Path:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     elif how == "tokenizer":
         (folder / "tokenizer.json").unlink()
+    elif how == "damaged":
+        (folder / "tokenizer.json").write_text("nope")
     else:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "model_type": "mysterious"}))
@@ -155,6 +157,7 @@ def broken(tmp_path: Path, how: str) -> Path:
         ("truncated", "files", "model.safetensors is truncated"),
         ("shard", "files", "model-00002.safetensors"),
         ("tokenizer", "tokenizer", "tokenizer.json"),
+        ("damaged", "tokenizer", "tokenizer.json is damaged"),
         ("family", "files", "'mysterious'"),
     ],
 )

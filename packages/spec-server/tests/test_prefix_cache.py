@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from spec_core import InvalidValueError
-from spec_server import CacheOptions, Engine, Limits
+from spec_server import CacheOptions, Engine, Limits, MemoryLimitError
 from spec_server.http import ServerSettings, create_app
 
 LONG = "word " * 40 + "S"
@@ -108,6 +108,15 @@ def test_without_a_cache(scripted: Path) -> None:
         assert [cached(client) for _ in range(2)] == [0, 0]
         assert ask(client).json()["x_spec"]["cache_stopped"] == "off"
         assert "spec_prefix_cache_ram_bytes" not in client.get("/metrics").text
+
+
+@pytest.mark.parametrize("prefix_cache", [None, CacheOptions()])
+def test_a_limit_that_leaves_nothing_is_refused_at_once(
+    scripted: Path, prefix_cache: CacheOptions | None
+) -> None:
+    limits = Limits(memory_bytes=1 << 20)
+    with pytest.raises(MemoryLimitError, match=r"leaves 0 MiB for requests.*raise that limit"):
+        Engine.load(scripted, mode="lookup", prefix_cache=prefix_cache, limits=limits)
 
 
 def test_what_it_may_take_is_taken_off_the_limit(scripted: Path) -> None:

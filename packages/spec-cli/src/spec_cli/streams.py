@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 import click
 
@@ -37,6 +38,14 @@ def prepare() -> None:
             io.BufferedWriter(io.FileIO(2, "w", closefd=False)), encoding="utf-8"
         )
     sys.stdout = _told_apart(sys.stdout)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process at once, also where a thread is inside a library that would abort it."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 class _Stdout(io.FileIO):

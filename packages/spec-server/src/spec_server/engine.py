@@ -202,6 +202,7 @@ class Engine:
         try:
             worker.start()
             facts = _within(made[0].facts, limits.context_window)
+            _check_room(worker.memory, facts.context_window)
             return cls(worker, made[0].tokeniser, facts, caches[0] if caches else None)
         except BaseException:
             worker.close()
@@ -436,6 +437,17 @@ def _within(facts: Facts, context_window: int | None) -> Facts:
             f"at most {facts.context_window}, which the model was made for",
         )
     return replace(facts, context_window=context_window)
+
+
+def _check_room(memory: MemoryBudget | None, window: int) -> None:
+    """Raise MemoryLimitError where no request could ever be answered."""
+    if memory is None or memory.longest(window) > 1:
+        return
+    need, have = memory.need(1, 2) / 2**20, (memory.room or 0.0) / 2**20
+    raise MemoryLimitError(
+        f"the memory limit leaves {have:.0f} MiB for requests beside the model, and the smallest "
+        f"needs about {need:.0f} MiB; raise that limit"
+    )
 
 
 def _too_large(memory: MemoryBudget, prompt_tokens: int) -> MemoryLimitError:

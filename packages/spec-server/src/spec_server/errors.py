@@ -35,7 +35,7 @@ class EngineBusyError(EngineError):
 
 
 class MemoryLimitError(EngineError):
-    """A request needs more memory than the limit leaves, even alone."""
+    """A request needs more memory than the limit leaves, even alone; or every request would."""
 
 
 class PromptError(EngineError):

@@ -79,7 +79,10 @@ def prompt_file(path: Path) -> PromptSet:
     Raises:
         InvalidValueError: the file holds no prompts, or something else.
     """
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidValueError("prompts", str(path), f"a file of UTF-8 text ({error})") from error
     if path.suffix != ".json":
         return _parsed(path.stem, [line for line in text.splitlines() if line.strip()])
     try:

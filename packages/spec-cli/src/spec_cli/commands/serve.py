@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from spec_cli import streams
 from spec_cli.config_file import config_option, printed, with_environment
 from spec_cli.loading import load_engine, load_options, refuse_idle_options
 from spec_cli.options import (
@@ -199,8 +200,10 @@ def serve(context: click.Context, /, **options: Any) -> None:
         return
     _announce(options, settings)
     ready = partial(_ready, page=settings.page)
-    run(lambda: _engine(options, limits, cache), settings, listen, ready=ready)
+    loading = run(lambda: _engine(options, limits, cache), settings, listen, ready=ready)
     click.echo("spec: the server has stopped", err=True)
+    if loading:
+        streams.leave(0)
 
 
 with_environment(serve, *_PRIVATE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -159,11 +160,25 @@ def _tokeniser(folder: Path, load: LoadOptions) -> Finding:
     missing = missing_tokenizer(folder)
     if missing:
         return Finding(_SECTION, "tokenizer", "problem", missing, _again(load.model))
+    damaged = _damage(folder / "tokenizer.json")
+    if damaged:
+        return Finding(_SECTION, "tokenizer", "problem", damaged, _again(load.model))
     if not _has_template(folder):
         seen = "there is no chat template, so it takes plain text only"
         advice = "use `spec generate --no-chat-template`, or an instruction-tuned model"
         return Finding(_SECTION, "tokenizer", "note", seen, advice)
     return Finding(_SECTION, "tokenizer", "ok", "there, with a chat template")
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with a file of JSON that need not be there; "" if nothing is."""
+    try:
+        json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return ""
+    except (ValueError, RecursionError) as error:
+        return f"{file.name} is damaged: it is not valid JSON ({error})"
+    return ""
 
 
 def _has_template(folder: Path) -> bool:

@@ -65,8 +65,11 @@ def serve(
     listen: Listen | None = None,
     *,
     ready: Callable[[Engine, str], None] | None = None,
-) -> None:
+) -> bool:
     """Serve until a signal ends it. Answers 503 while the engine is being loaded.
+
+    Returns whether it was still being loaded at the end. That cannot be called off, and a process
+    that ends in the ordinary way meanwhile is aborted by MLX: leave it by `os._exit`, or wait.
 
     Args:
         load: makes the engine, on a thread of its own; it is closed at the end.
@@ -91,14 +94,17 @@ def serve(
             if ready is not None:
                 ready(slot.engine, server.address)
 
-    threading.Thread(target=loading, name="spec-loading", daemon=True).start()
+    loader = threading.Thread(target=loading, name="spec-loading", daemon=True)
+    loader.start()
     try:
         server.run()
     finally:
+        still_loading = loader.is_alive()
         if slot.engine is not None:
             slot.engine.close()
     if failed:
         raise failed[0]
+    return still_loading
 
 
 class HttpServer:
