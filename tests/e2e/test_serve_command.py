@@ -136,17 +136,20 @@ def test_an_option_without_effect_is_refused() -> None:
 
 
 @contextmanager
-def served(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, and the line that says it is ready."""
+def served(
+    *arguments: str, until: str = "/v1 (", env: dict[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and the line that says it is ready, or one before it."""
     process = subprocess.Popen(
-        [*COMMAND, "--port", "0", *arguments], stderr=subprocess.PIPE, text=True
+        [*COMMAND, "--port", "0", *arguments], stderr=subprocess.PIPE, text=True, env=env
     )
     assert process.stderr is not None
     try:
         line = ""
-        while "/v1 (" not in line:
+        while until not in line:
             line = process.stderr.readline()
             assert line, "the server ended"
+            assert until in line or "/v1 (" not in line, f"it is ready, and never said {until!r}"
         yield process, line
     finally:
         process.kill()
@@ -236,23 +239,9 @@ def test_a_server_that_is_still_loading_stops_at_once(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     """While round times are measured: MLX would abort a process that ends in the ordinary way."""
-    process = subprocess.Popen(
-        [*COMMAND, "--port", "0", "--max-draft", "auto"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "SPEC_CURVES_DIR": str(tmp_path)},
-    )
-    assert process.stderr is not None
-    try:
-        line = ""
-        while "measuring" not in line:
-            line = process.stderr.readline()
-            assert line, "the server ended"
-            assert "/v1 (" not in line, "nothing was measured"
+    env = {**os.environ, "SPEC_CURVES_DIR": str(tmp_path)}
+    with served("--max-draft", "auto", until="measuring", env=env) as (process, _):
         process.send_signal(number)
         assert process.wait(60) == 0
+        assert process.stderr is not None
         assert process.stderr.read().splitlines()[-1] == "spec: the server has stopped"
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()

@@ -254,3 +254,17 @@ class Own:
 @pytest.fixture
 def own() -> type[Own]:
     return Own
+
+
+def _plainly(
+    queries: mx.array, keys: mx.array, values: mx.array, ends: mx.array, scale: float
+) -> mx.array:
+    """What spec_core.flash_decode.attend promises, by MLX's attention and a mask."""
+    seen = ends[:, None] - mx.arange(queries.shape[2])[::-1]
+    mask = (mx.arange(keys.shape[2]) < seen[..., None])[:, None]
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+
+@pytest.fixture
+def plainly() -> Callable[..., mx.array]:
+    return _plainly

@@ -75,18 +75,9 @@ def test_a_model_that_attends_otherwise_keeps_its_rectangle(tiny_target: Any) ->
     assert RowByRow(model).swaps() == []
 
 
-def _plainly(
-    queries: mx.array, keys: mx.array, values: mx.array, ends: mx.array, scale: float
-) -> mx.array:
-    """What spec_core.flash_decode.attend promises, by MLX's attention and a mask."""
-    seen = ends[:, None] - mx.arange(queries.shape[2])[::-1]
-    mask = (mx.arange(keys.shape[2]) < seen[..., None])[:, None]
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-
-
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_on_cuda_few_columns_are_told_where_their_rows_end(
-    tiny_target: Any, monkeypatch: pytest.MonkeyPatch, family: str
+    tiny_target: Any, monkeypatch: pytest.MonkeyPatch, family: str, plainly: Any
 ) -> None:
     """With the kernel's contract in its place, a batch gives what it gives without."""
     target, _ = tiny_target(family)
@@ -97,7 +88,7 @@ def test_on_cuda_few_columns_are_told_where_their_rows_end(
 
     def told(queries: Any, keys: Any, values: Any, ends: mx.array, scale: float) -> mx.array:
         calls.append(ends.tolist())  # type: ignore[arg-type]
-        return _plainly(queries, keys, values, ends, scale)
+        return plainly(queries, keys, values, ends, scale)
 
     def decoded() -> list[mx.array]:
         state = target.new_state(3)

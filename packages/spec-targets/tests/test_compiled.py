@@ -354,17 +354,8 @@ def test_single_columns_are_traced_over_short_buffers(
         assert traced._runner.traces == traces
 
 
-def _plainly(
-    queries: mx.array, keys: mx.array, values: mx.array, ends: mx.array, scale: float
-) -> mx.array:
-    """What spec_core.flash_decode.attend promises, by MLX's attention and a mask."""
-    seen = ends[:, None] - mx.arange(queries.shape[2])[::-1]
-    mask = (mx.arange(keys.shape[2]) < seen[..., None])[:, None]
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-
-
 def test_on_cuda_traced_attention_is_told_where_rows_end(
-    pair: tuple[ModelTarget, ModelTarget], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[ModelTarget, ModelTarget], monkeypatch: pytest.MonkeyPatch, plainly: Any
 ) -> None:
     """With the kernel's contract in its place."""
     plain, traced = pair[0], with_traces(pair[0])
@@ -373,7 +364,7 @@ def test_on_cuda_traced_attention_is_told_where_rows_end(
 
     def told(*args: Any) -> mx.array:
         kept.append(args[1].shape[2])
-        return _plainly(*args)
+        return plainly(*args)
 
     monkeypatch.setattr(layers, "on_cuda", lambda: True)
     monkeypatch.setattr(flash_decode, "serves", lambda queries, keys: True)

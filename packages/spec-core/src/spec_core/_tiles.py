@@ -14,9 +14,15 @@ def has_tile_products() -> bool:
     return not isinstance(major, int) or major >= 8
 
 
-def store(parts: int) -> str:
-    """C++ that puts the total of output `at` of a row into the one of so many
-    matrices it belongs to; their widths are WIDTH0, WIDTH1, ..., and what is left."""
+def finish(parts: int) -> str:
+    """C++ that ends a kernel of 16 outputs a block: adds up the warps' `sum` of each output in one
+    order, and puts it where it belongs among so many matrices, see `_store`."""
+    return _FINISH.replace("STORE", _store(parts))
+
+
+def _store(parts: int) -> str:
+    """C++ that puts the total of output `at` of a row into the one of so many matrices that it
+    belongs to; their widths are WIDTH0, WIDTH1, ..., and what is left."""
     code, begin = "", "0"
     for part in range(parts - 1):
         width = f"WIDTH{part}"
@@ -51,4 +57,22 @@ __device__ inline void multiply(float* c, uint4 a, unsigned b0, unsigned b1) {
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
   }
 }
+"""
+
+_FINISH = r"""#pragma unroll
+  for (int t = 0; t < TILES; ++t)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[warp][t * 8 + 2 * j + (i & 1)][g + 8 * (i >> 1)] = sum[t][i];
+  __syncthreads();
+
+  for (int i = threadIdx.x; i < 16 * rows; i += WARPS * 32) {
+    const int row = i / 16, output = i % 16, at = first + output;
+    if (at < outputs) {
+      float sum_of_warps = 0.0f;
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) sum_of_warps += sums[w][row][output];
+      const OUT total = static_cast<OUT>(sum_of_warps);
+      STORE
+    }
+  }
 """

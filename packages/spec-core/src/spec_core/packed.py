@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from spec_core._tiles import TILE_PRODUCT, has_tile_products, store
+from spec_core._tiles import TILE_PRODUCT, finish, has_tile_products
 from spec_core.device import on_cuda
 
 CHEAP_ROWS = 8
@@ -157,7 +157,7 @@ def _kernel(parts: int) -> Any:
         input_names=["x", "weight", "scales", "biases"],
         output_names=[f"product{part}" for part in range(parts)],
         header=TILE_PRODUCT + _UNPACK,
-        source=_SOURCE.replace("STORE", store(parts)),
+        source=_SOURCE.replace("FINISH", finish(parts)),
     )
 
 
@@ -286,20 +286,4 @@ _SOURCE = r"""
     }
   }
 
-#pragma unroll
-  for (int t = 0; t < TILES; ++t)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[warp][t * 8 + 2 * j + (i & 1)][g + 8 * (i >> 1)] = sum[t][i];
-  __syncthreads();
-
-  for (int i = threadIdx.x; i < 16 * rows; i += WARPS * 32) {
-    const int row = i / 16, output = i % 16, at = first + output;
-    if (at < outputs) {
-      float sum_of_warps = 0.0f;
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) sum_of_warps += sums[w][row][output];
-      const OUT total = static_cast<OUT>(sum_of_warps);
-      STORE
-    }
-  }
-"""
+FINISH"""
