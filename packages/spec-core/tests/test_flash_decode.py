@@ -7,6 +7,7 @@ import pytest
 
 from spec_core import flash_decode
 from spec_core.device import on_cuda
+from spec_core.flash_decode import Columns
 
 
 def plainly(
@@ -97,3 +98,90 @@ def test_a_column_is_what_it_is_among_fewer() -> None:
         queries[:, :, :2], keys, values, mx.array([2998], dtype=mx.int32), 0.09
     )
     assert mx.array_equal(whole[:, :, :2], first)
+
+
+@pytest.mark.skipif(not on_cuda(), reason="the kernel is CUDA's")
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "dim", "columns", "ends"),
+    [
+        (32, 8, 128, 1, [705]),
+        (32, 8, 128, 8, [16392, 90]),
+        (32, 8, 128, 16, [16]),
+        (9, 3, 64, 5, [105, 5, 806]),
+        (14, 2, 64, 3, [2907, 33]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_the_newest_columns_need_not_be_stored(
+    heads: int, key_heads: int, dim: int, columns: int, ends: list[int], dtype: mx.Dtype
+) -> None:
+    """Attention is the same in every bit; the second time they are stored, and nothing else is."""
+    queries, keys, values = made(heads, key_heads, dim, columns, ends, dtype)
+    slots = mx.arange(keys.shape[2])
+    last = mx.array(ends)[:, None]
+    fresh = (slots < last) & (slots >= last - columns)
+    at = mx.array([list(range(end - columns, end)) for end in ends])[:, None, :, None]
+    # Buffers of one more row and a few more slots, of which nothing of the newest is known yet.
+    known = [
+        mx.pad(
+            mx.where(fresh[:, None, :, None], 7.0, each).astype(dtype),
+            [(0, 1), (0, 0), (0, 3), (0, 0)],
+        )
+        for each in (keys, values)
+    ]
+    newest = Columns(
+        *(
+            mx.take_along_axis(each, mx.broadcast_to(at, (*each.shape[:2], columns, dim)), axis=2)
+            for each in (keys, values)
+        )
+    )
+    swapped = Columns(
+        *(
+            mx.contiguous(each.swapaxes(1, 2)).swapaxes(1, 2)
+            for each in (newest.keys, newest.values)
+        )
+    )
+    ended = mx.array(ends, dtype=mx.int32)
+    mx.eval(known, newest.keys, newest.values, swapped.keys, swapped.values)
+    before = [mx.array(each) + 0 for each in known]
+    mx.eval(before)
+    want = flash_decode.attend(queries, keys, values, ended, 0.1)
+    for columns_of in (newest, swapped):
+        got = flash_decode.attend(queries, *known, ended, 0.1, newest=columns_of)
+        assert mx.array_equal(got, want)
+    assert all(mx.array_equal(*pair) for pair in zip(known, before, strict=True))
+    out, done, stored = flash_decode.store_and_attend(
+        queries, Columns(*known), swapped, ended, 0.1, mx.zeros((1,))
+    )
+    # What comes after it reads what it stored.
+    again, done, stored = flash_decode.store_and_attend(queries, stored, newest, ended, 0.1, done)
+    mx.eval(out, again, done)
+    assert mx.array_equal(out, want)
+    assert mx.array_equal(again, want)
+    rows = len(ends)
+    for buffer, held, each in zip(
+        (stored.keys, stored.values), before, (keys, values), strict=True
+    ):
+        whole = mx.where(fresh[:, None, :, None], each, held[:rows, :, :-3])
+        assert mx.array_equal(buffer[:rows, :, :-3], whole)
+        assert mx.array_equal(buffer[rows:], held[rows:])
+        assert mx.array_equal(buffer[:, :, -3:], held[:, :, -3:])
+
+
+@pytest.mark.skipif(not on_cuda(), reason="the kernel is CUDA's")
+def test_steps_that_are_launched_ahead_see_what_was_stored() -> None:
+    """A hundred columns, one after the other in one evaluation, into the same buffer."""
+    count, (queries, keys, values) = 100, made(32, 8, 128, 1, [900], mx.bfloat16)
+    stored = Columns(mx.zeros_like(keys) + 0, mx.zeros_like(values) + 0)
+    mx.eval(stored.keys, stored.values)
+    done, outs = mx.zeros((1,)), []
+    for at in range(count):
+        newest = Columns(keys[:, :, at : at + 1], values[:, :, at : at + 1])
+        end = mx.array([at + 1], dtype=mx.int32)
+        out, done, stored = flash_decode.store_and_attend(queries, stored, newest, end, 0.1, done)
+        outs.append(out)
+    mx.eval(outs)
+    for at in (0, 40, 99):
+        end = mx.array([at + 1], dtype=mx.int32)
+        assert mx.array_equal(outs[at], flash_decode.attend(queries, keys, values, end, 0.1))
+    assert mx.array_equal(stored.keys[:, :, :count], keys[:, :, :count])

@@ -11,16 +11,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spec_core import decode, flash_decode
 from spec_core import traces as tracing
+from spec_core._buffers import scatter
 from spec_core.conformance import check_target
+from spec_core.flash_decode import Columns
 from spec_core.seams import StateImage
 from spec_core.testing import ScriptedDrafter
 from spec_core.traces import TracedClock
-from spec_targets import build_target, compiled, layers, probe
+from spec_targets import build_target, layers, probe
 from spec_targets.compiled import CompiledForwards
 from spec_targets.target import ModelTarget, Runner
 
@@ -40,9 +42,36 @@ OWN_RULE = tracing._Kept.met
 
 @pytest.fixture(autouse=True)
 def at_first_sight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is traced when it is first met, single columns too."""
+    """Everything is traced when it is first met."""
     monkeypatch.setattr(tracing._Kept, "met", lambda kept, key: True)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, plainly: Any) -> None:
+    """As on CUDA, with the kernels' contracts in their place."""
+
+    def store_and_attend(
+        queries: mx.array,
+        stored: Columns,
+        newest: Columns,
+        ends: mx.array,
+        scale: float,
+        after: mx.array,
+    ) -> tuple[mx.array, mx.array, Columns]:
+        columns = queries.shape[2]
+        at = ends[:, None] - columns + mx.arange(columns)
+        pair = [
+            scatter(buffer, new, at)
+            for buffer, new in ((stored.keys, newest.keys), (stored.values, newest.values))
+        ]
+        out = plainly(queries, *(each[: len(at)] for each in pair), ends, scale)
+        return out, out + after, Columns(*pair)
+
+    monkeypatch.setattr(layers, "on_cuda", lambda: True)
     monkeypatch.setattr(flash_decode, "fits", lambda keys: True)
+    monkeypatch.setattr(flash_decode, "serves", lambda queries, keys: True)
+    monkeypatch.setattr(flash_decode, "attend", plainly)
+    monkeypatch.setattr(layers, "store_and_attend", store_and_attend)
 
 
 @pytest.fixture(scope="module")
@@ -129,15 +158,34 @@ class Walk:
                 assert close(images[1].per_token[name].array, each.array)
 
 
+WALKS = {
+    "lengths": st.lists(st.integers(1, 6) | st.integers(249, 256), min_size=1, max_size=3),
+    "seed": st.integers(0, 999),
+}
+
+
 @settings(max_examples=12, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 6) | st.integers(249, 256), min_size=1, max_size=3),
-    seed=st.integers(0, 999),
-)
+@given(**WALKS)
 def test_a_target_goes_the_same_way_with_traces_and_without(
     pair: tuple[ModelTarget, ModelTarget], lengths: list[int], seed: int
 ) -> None:
     """Over a buffer's end at 256 positions, too."""
+    take_a_walk(pair, lengths, seed)
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(**WALKS)
+@pytest.mark.usefixtures("kernels")
+def test_so_it_does_where_what_attends_also_stores(
+    traced: ModelTarget, pair: tuple[ModelTarget, ModelTarget], lengths: list[int], seed: int
+) -> None:
+    take_a_walk((pair[0], traced), lengths, seed)
+    assert traced._runner.traces
+
+
+def take_a_walk(pair: tuple[ModelTarget, ModelTarget], lengths: list[int], seed: int) -> None:
     choose = random.Random(seed)
     walk = Walk(pair, lengths)
     for step in range(6):
@@ -257,7 +305,7 @@ def test_a_trace_that_fails_leaves_the_state_as_it_was(
     assert traced._runner.traces == 0
     walk.check()
     walk.forward(3, (1,), [2, 3], 2)
-    walk.forward(1, (), [1, 1], 3)
+    walk.forward(2, (), [1, 1], 3)
     assert traced._runner.traces == 2
 
 
@@ -315,7 +363,7 @@ def test_added_columns_are_traced_and_cut(
 
 @pytest.mark.parametrize(
     ("rows", "columns", "filled_up"),
-    [(1, 2, 8), (1, 8, 8), (1, 9, 16), (3, 2, 4), (3, 5, 8), (2, 9, 16), (1, 1, 1)],
+    [(1, 2, 8), (1, 8, 8), (1, 9, 16), (3, 2, 4), (3, 5, 8), (2, 9, 16)],
 )
 def test_widths_share_traces(
     pair: tuple[ModelTarget, ModelTarget], rows: int, columns: int, filled_up: int
@@ -342,37 +390,68 @@ def test_prompts_are_not_filled_up(traced: ModelTarget, monkeypatch: pytest.Monk
     assert state._clock.provisional == 3
 
 
-def test_single_columns_are_traced_over_short_buffers(
-    pair: tuple[ModelTarget, ModelTarget], monkeypatch: pytest.MonkeyPatch
+def test_single_columns_are_traced_where_what_attends_also_stores(
+    pair: tuple[ModelTarget, ModelTarget], traced: ModelTarget, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr(compiled, "MOST_SLOTS_AHEAD", 512)
-    for rows, traces in ((1, 1), (2, 1), (3, 0)):
-        traced = with_traces(pair[0])
-        walk = Walk((pair[0], traced), [4] * rows)
-        for seed in (0, 1):
-            walk.forward(1, (), [1] * rows, seed)
-        assert traced._runner.traces == traces
+    walk = Walk((pair[0], traced), [4, 7])
+    walk.forward(1, (), [1, 1], 0)
+    assert traced._runner.traces == 0
+    request.getfixturevalue("kernels")
+    walk.forward(1, (), [1, 1], 1)
+    assert traced._runner.traces == 1
 
 
-def test_on_cuda_traced_attention_is_told_where_rows_end(
-    pair: tuple[ModelTarget, ModelTarget], monkeypatch: pytest.MonkeyPatch, plainly: Any
+@pytest.mark.usefixtures("kernels")
+def test_what_is_stored_comes_after_what_was_stored_before(
+    traced: ModelTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the kernel's contract in its place."""
-    plain, traced = pair[0], with_traces(pair[0])
-    walk = Walk((plain, traced), [30, 4, 9])
-    kept = []
+    """Each kernel of the one before, forwards in a row too; MLX's own operations of them all."""
+    state, order = filled(traced, [4]), []
+    own = layers.store_and_attend
 
-    def told(*args: Any) -> mx.array:
-        kept.append(args[1].shape[2])
-        return plainly(*args)
+    def marked(*args: Any) -> Any:
+        out, _, stored = own(*args)
+        order.append(1)
+        return out, args[-1] + 1, stored
 
-    monkeypatch.setattr(layers, "on_cuda", lambda: True)
-    monkeypatch.setattr(flash_decode, "serves", lambda queries, keys: True)
-    monkeypatch.setattr(flash_decode, "attend", told)
-    for seed in range(3):
-        walk.forward(4, (), [4, 1, 2], seed)
-    # The target without traces reads less than the buffer; the other one is asked only once.
-    assert sum(slots == 256 for slots in kept) == traced.info.num_layers
+    monkeypatch.setattr(layers, "store_and_attend", marked)
+    for count in (1, 2):
+        traced.forward(tokens_of(1, 2, count), state)
+        state.commit([2])
+        assert state.clock.storing.item() == count * traced.info.num_layers
+    assert len(order) == traced.info.num_layers
+    assert state.clock.storing is state.pending()[0]
+    for verb in (
+        lambda: state.image(0),
+        lambda: state.join(filled(traced, [3])),
+        lambda: state.select([1]),
+        lambda: traced.forward(tokens_of(1, 2, 3), state, logits="none"),
+    ):
+        traced_rows = tokens_of(state.rows, 2, 1)
+        traced.forward(traced_rows, state)
+        state.commit([1] * state.rows)
+        assert state.clock.storing is not None
+        verb()
+        assert state.clock.storing is None
+
+
+@pytest.mark.usefixtures("kernels")
+def test_attention_of_a_models_own_is_not_traced_past(make_target: Any) -> None:
+    """What does not attend as mlx-lm does would see the newest columns alone."""
+    plain, _ = make_target("qwen3")
+    attention = plain._runner._model.layers[1].self_attn
+    own = type(attention)
+
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        cache.update_and_fetch(*[mx.zeros((1, 2, x.shape[1], 32))] * 2)
+        return x
+
+    attention.__class__ = type(own.__name__, (own,), {"__call__": call})
+    traced = with_traces(plain)
+    state = filled(traced, [4])
+    with pytest.raises(ValueError, match="in a way of its own"):
+        traced.forward(tokens_of(1, 2, 1), state)
+    assert state.clock.storing is None
 
 
 @pytest.mark.parametrize("chunks", [2, 10])

@@ -2,7 +2,8 @@
 
 A commit is metadata; nothing is rolled or copied. Slots at or beyond a row's length hold
 finite numbers of the past and are never attended to. Every write happens in place as long as
-nothing else refers to the buffer, so nobody keeps a view of one over a round.
+nothing else refers to the buffer, so nobody keeps a view of one over a round. Where kernels write
+that MLX does not know of (`RowClock.storing`), every verb waits for them first.
 
 The buffers grow geometrically, in rows and in positions, and shrink when half of them is free
 after rows have left. Verbs that move rows (`select`, `join`, `restore`) leave the clock alone:
@@ -35,15 +36,18 @@ class RowClock:
         provisional: columns of the forward that is not committed yet (0: none).
         valid: how many of those are real, for each row.
         stepped: attention reads lengths in steps only, see `reads`.
+        storing: is there when the last kernel has ended that stores columns unknown to MLX, see
+            spec_core.flash_decode.store_and_attend; None: there is none.
     """
 
-    __slots__ = ("_positions", "lengths", "provisional", "stepped", "valid")
+    __slots__ = ("_positions", "lengths", "provisional", "stepped", "storing", "valid")
 
     def __init__(self, rows: int, start: int = 0) -> None:
         self.lengths = [start] * rows
         self.provisional = 0
         self.valid: list[int] = [0] * rows
         self.stepped = on_cuda()
+        self.storing: mx.array | None = None
         self._positions: tuple[list[int], int, mx.array] | None = None
 
     @property
@@ -119,6 +123,12 @@ class RowClock:
         """[B] int32, where each row ends once it has the provisional columns."""
         return mx.array([length + columns for length in self.lengths], dtype=mx.int32)
 
+    def stored(self) -> None:
+        """Wait for what is being stored: MLX's own operations may read and write it then."""
+        if self.storing is not None:
+            mx.eval(self.storing)
+            self.storing = None
+
     def settled(self) -> None:
         """Raise SeamError if a forward is provisional."""
         if self.provisional:
@@ -156,6 +166,11 @@ class Plane:
     def __init__(self, limit: int | None = None) -> None:
         self.array: mx.array | None = None
         self.limit = limit
+
+    def fits(self, rows: int, end: int) -> bool:
+        """There is no buffer, or rows and positions fit it."""
+        array = self.array
+        return array is None or (array.shape[0] >= rows and array.shape[2] >= end)
 
     def make_room(self, rows: int, end: int) -> None:
         """Grow, if there is a buffer, until rows and positions fit."""
@@ -245,6 +260,7 @@ class RowStore(Generic[_Stored]):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; call it before the clock's own `select`."""
+        self.clock.stored()
         for plane in self._planes.values():
             plane.select(rows, self.clock.lengths)
 
@@ -258,12 +274,15 @@ class RowStore(Generic[_Stored]):
                 f"rows with planes {list(other._planes)} cannot join rows with planes "
                 f"{list(self._planes)}; both states must store keys and values alike"
             )
+        self.clock.stored()
+        other.clock.stored()
         for name, plane in self._planes.items():
             plane.join(other._planes[name], self.clock.lengths, other.clock.lengths)
 
     def image(self, row: int, start: int = 0) -> dict[str, mx.array]:
         """Owned copies of a row's positions from `start` on, [n, heads, dim] by plane; lazy:
         evaluate them before anything else runs. Empty where nothing was ever written."""
+        self.clock.stored()
         stop = self.clock.lengths[row]
         written = {n: p for n, p in self._planes.items() if p.array is not None}
         return {name: plane.image(row, start, stop) for name, plane in written.items()}
@@ -275,6 +294,7 @@ class RowStore(Generic[_Stored]):
         """
         if image and set(image) != set(self._planes):
             raise SeamError(f"image has planes {sorted(image)}; expected {sorted(self._planes)}")
+        self.clock.stored()
         for name, values in image.items():
             self._planes[name].restore(row, values, self.clock.rows, self.clock.longest)
 
@@ -290,8 +310,12 @@ class RowStore(Generic[_Stored]):
     def make_room(self, columns: int) -> None:
         """Grow what buffers there are as `append` of so many columns would, so that somebody else
         can write them."""
+        rows, end = self.clock.rows, self.clock.reads(columns)
+        if all(plane.fits(rows, end) for plane in self._planes.values()):
+            return
+        self.clock.stored()
         for plane in self._planes.values():
-            plane.make_room(self.clock.rows, self.clock.reads(columns))
+            plane.make_room(rows, end)
 
     def take(self, buffers: Sequence[mx.array]) -> None:
         """Store these buffers, one for each plane in the order of `pending`."""
@@ -309,6 +333,7 @@ class KVRows(RowStore[mx.array]):
 
     def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         planes, clock = self._planes, self.clock
+        clock.stored()
         return planes["keys"].write(keys, clock), planes["values"].write(values, clock)
 
 
@@ -340,6 +365,7 @@ class QuantizedKVRows(RowStore[Quantized]):
         return self._append("keys", keys), self._append("values", values)
 
     def _append(self, what: str, new: mx.array) -> Quantized:
+        self.clock.stored()
         packed, scales, biases = mx.quantize(new, group_size=self.group_size, bits=self.bits)
         write = self._planes
         return (

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from spec_core import flash_decode
+from spec_core.flash_decode import Columns
 from spec_core.device import runs_beside_host, start_layer
 from spec_core.kv import KVRows, RowClock
 from spec_drafters.linear import Weights
@@ -175,17 +176,20 @@ class Attention:
     def __call__(self, x: mx.array, run: Pass, queries: slice) -> mx.array:
         """[B, T, H] normed slots to [B, queries, H]."""
         query = self._queries(x[:, queries], run.offset + queries.start)
-        keys, values = self._projector.block(self._layer, x, run.offset)
-        keys, values = run.caches[self._layer].append(keys, values)
-        out = self._attend(query, keys, values, run.sight, queries)
+        slots = Columns(*self._projector.block(self._layer, x, run.offset))
+        out = self._attend(query, slots, run.caches[self._layer], run.sight, queries)
         return self._output(out.swapaxes(1, 2).flatten(2))
 
     def _attend(
-        self, query: mx.array, keys: mx.array, values: mx.array, sight: Sight, queries: slice
+        self, query: mx.array, slots: Columns, context: KVRows, sight: Sight, queries: slice
     ) -> mx.array:
         ends = sight.ends(self._kind)
-        if ends is not None and flash_decode.serves(query, keys):
-            return flash_decode.attend(query, keys, values, ends, self._scale, causal=False)
+        if ends is not None and context.written and flash_decode.serves(query, slots.keys):
+            keys, values = context.pending()
+            return flash_decode.attend(
+                query, keys, values, ends, self._scale, causal=False, newest=slots
+            )
+        keys, values = context.append(slots.keys, slots.values)
         first = sight.first(self._kind)
         if first:
             keys, values = keys[:, :, first:], values[:, :, first:]

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from spec_core import flash_decode
-from spec_targets.layers import FullLayer
+from spec_targets.layers import FullLayer, StoringLayer
 from spec_targets.swap import Swap
 
 _NAME = "scaled_dot_product_attention"
@@ -68,6 +68,8 @@ def _row_by_row(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
         frame = cache.own_positions(mask) if isinstance(cache, FullLayer) else None
         ends = None if frame is None or rest.get("sinks") is not None else frame.ends
         if ends is not None and _is_served(queries, keys):
+            if isinstance(cache, StoringLayer):
+                return cache.attend(queries, scale)
             return flash_decode.attend(queries, keys, values, ends, scale)
         if frame is None or frame.row_ends is None:
             return own(queries, keys, values, cache=cache, scale=scale, mask=mask, **rest)

@@ -3,9 +3,10 @@
 mlx-lm's Python builds some twenty operations a layer, and on CUDA a forward of one or a few columns
 waits for it: 3 to 4 ms for 36 layers. From a trace (spec_core.traces) it takes 1 ms.
 
-What a model does with a cache is traced over ordinary layers and a clock of traced lengths: it is
-the path that batches of rows of different length take. Attention reads as far as rows go by
-spec_core.flash_decode; where that does not serve, a mask hides the rest of the buffer.
+What a model does with a cache is traced over a clock of traced lengths: it is the path that
+batches of rows of different length take. Attention reads as far as rows go, and stores the newest
+columns on the way, by spec_core.flash_decode; where that does not serve, ordinary layers store them
+and a mask hides the rest of the buffer.
 
 The weights are constants of a trace, as are the modules: with the next new state traces of other
 ones are no longer used. MLX also fuses neighbouring elementwise operations (mx.compile cannot be
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TypeGuard
 
 import mlx.core as mx
@@ -25,28 +27,24 @@ from mlx.nn.layers.base import Module
 
 from spec_core import flash_decode
 from spec_core.flash_decode import MOST_COLUMNS
+from spec_core.kv import RowClock
 from spec_core.seams import Forward
 from spec_core.traces import MOST_TRACES, Buffers, TracedClock, Traces, shapes_of
-from spec_targets.layers import Frame, FullLayer, LayerCache
+from spec_targets.layers import Frame, FullLayer, LayerCache, StoringLayer
 
 WIDTHS, WIDTHS_OF_ROWS = (8, 16), (4, 8, 16)
 """Columns that forwards of several are filled up to, of one row and of more, so that traces are
 few. CUDA's kernels for a few rows take as long for eight as for two."""
-MOST_SLOTS_AHEAD = 4096
-"""Slots of a buffer up to which single columns are traced. Plain rounds are launched ahead: where
-the device is behind, MLX copies a buffer that is still being read, and from a trace the host is so
-fast that a device with much to read would always be behind."""
-
 Taps = tuple[mx.array, ...]
 
-Call = Callable[[mx.array, list[FullLayer], Frame, Sequence[int]], tuple[mx.array, Taps]]
+Call = Callable[[mx.array, Sequence[FullLayer], Frame, Sequence[int]], tuple[mx.array, Taps]]
 """The model over layer caches of one open frame: (tokens, caches, frame, taps) -> logits, taps."""
 
-_Written = tuple[mx.array, Taps, Buffers]
-"""Logits [B, T, V], taps, the same buffers written."""
+_Written = tuple[mx.array, Taps, Buffers, mx.array]
+"""Logits [B, T, V], taps, the same buffers written, and [1] what is there when they are."""
 
-_Traced = Callable[[mx.array, mx.array, Buffers], _Written]
-"""Of tokens [B, T], starts [B] and buffers."""
+_Traced = Callable[[mx.array, mx.array, mx.array, Buffers], _Written]
+"""Of tokens [B, T], starts [B], what was there when the buffers were last written, and buffers."""
 
 
 class CompiledForwards:
@@ -55,20 +53,22 @@ class CompiledForwards:
     Args:
         model: whose forwards they are.
         call: runs it, as often as there is something to trace.
-        singles: rows can attend each over its own positions, as single columns have to.
+        apart: rows can attend each over its own positions. Then what attends also stores, and
+            single columns are served: plain rounds are launched ahead, and MLX would copy buffers
+            that are still being read.
         most: traces that are kept; the one that was not used for longest goes first.
     """
 
     def __init__(
-        self, model: Module, call: Call, *, singles: bool = True, most: int = MOST_TRACES
+        self, model: Module, call: Call, *, apart: bool = True, most: int = MOST_TRACES
     ) -> None:
         self._model = model
         self._holdings = _Holdings(model)
         self._changes = 0
         self._call = call
-        self._singles = singles
+        self._apart = apart
         self._widens = not any("Switch" in type(module).__name__ for module in _modules(model))
-        self._traces: Traces[[mx.array, mx.array, Buffers], _Written] = Traces(most)
+        self._traces: Traces[[mx.array, mx.array, mx.array, Buffers], _Written] = Traces(most)
 
     @property
     def traces(self) -> int:
@@ -86,13 +86,15 @@ class CompiledForwards:
 
     def serve(self, layers: Sequence[LayerCache], columns: int) -> TypeGuard[list[FullLayer]]:
         """Whether `run` forwards so many columns over these layers: few, over full attention in
-        the model's own type that has been written to; single ones only over short buffers."""
+        the model's own type that has been written to; single ones only where what attends
+        stores."""
         few = 1 <= columns <= MOST_COLUMNS
         if not few or not all(type(layer) is FullLayer and layer.written for layer in layers):
             return False
-        keys = layers[0].pending()[0]
-        ahead = keys.shape[0] * keys.shape[2] <= MOST_SLOTS_AHEAD
-        return columns > 1 or (self._singles and ahead and flash_decode.fits(keys))
+        return columns > 1 or self._stores(layers)
+
+    def _stores(self, layers: Sequence[LayerCache]) -> bool:
+        return self._apart and flash_decode.fits(layers[0].pending()[0])
 
     def width(self, rows: int, columns: int) -> int:
         """Columns to fill such a forward up to. What experts read grows with every column."""
@@ -103,33 +105,57 @@ class CompiledForwards:
         self,
         tokens: mx.array,
         layers: list[FullLayer],
-        lengths: Sequence[int],
+        clock: RowClock,
         taps: Sequence[int],
     ) -> Forward:
-        """The open forward of rows of these lengths, over layers that are served. If it raises,
+        """The open forward of rows of this clock, over layers that are served. If it raises,
         nothing was written."""
         for layer in layers:
             layer.make_room(tokens.shape[1])
-        starts = mx.array(list(lengths), dtype=mx.int32)
+        starts = mx.array(list(clock.lengths), dtype=mx.int32)
+        after = _nothing() if clock.storing is None else clock.storing
+        stores = self._stores(layers)
         # Neither list outlives this call: MLX writes in place only what nobody else refers to.
         buffers = [list(layer.pending()) for layer in layers]
         key = (self._changes, tokens.shape, tuple(taps), shapes_of(buffers))
-        traced = self._traced(tuple(taps))
-        logits, recorded, written = self._traces.replay(key, traced, tokens, starts, buffers)
+        traced = self._storing(tuple(taps)) if stores else self._traced(tuple(taps))
+        logits, recorded, written, done = self._traces.replay(
+            key, traced, tokens, starts, after, buffers
+        )
         for layer, pair in zip(layers, written, strict=True):
             layer.take(pair)
+        clock.storing = done if stores else None
         return Forward(logits=logits, taps=recorded)
 
     def _traced(self, taps: tuple[int, ...]) -> _Traced:
-        """What is recorded."""
+        """What is recorded where ordinary layers store."""
 
-        def forward(tokens: mx.array, starts: mx.array, buffers: Buffers) -> _Written:
-            frame = Frame(TracedClock.over(starts, tokens.shape[1], buffers))
-            frame.open()
+        def forward(
+            tokens: mx.array, starts: mx.array, after: mx.array, buffers: Buffers
+        ) -> _Written:
+            frame = _frame(starts, tokens.shape[1], buffers)
             layers = [_layer_over(pair, frame) for pair in buffers]
             with _forgetful(self._model):
                 logits, recorded = self._call(tokens, layers, frame, taps)
-            return logits, recorded, [list(layer.pending()) for layer in layers]
+            return logits, recorded, [list(layer.pending()) for layer in layers], after
+
+        return forward
+
+    def _storing(self, taps: tuple[int, ...]) -> _Traced:
+        """What is recorded where what attends stores."""
+
+        def forward(
+            tokens: mx.array, starts: mx.array, after: mx.array, buffers: Buffers
+        ) -> _Written:
+            frame = _frame(starts, tokens.shape[1], buffers)
+            frame.clock.storing = after
+            layers = [StoringLayer(frame, pair) for pair in buffers]
+            with _forgetful(self._model):
+                logits, recorded = self._call(tokens, layers, frame, taps)
+            if any(layer.waiting for layer in layers):
+                raise ValueError("a layer attends in a way of its own, and nothing was stored")
+            done = frame.clock.storing.flatten()[:1]
+            return logits, recorded, [list(layer.pending()) for layer in layers], done
 
         return forward
 
@@ -185,6 +211,18 @@ def _same(some: Collection[object], others: Collection[object]) -> bool:
 def _modules(model: Module) -> list[Module]:
     modules: list[Module] = model.modules()  # type: ignore[no-untyped-call]
     return modules
+
+
+@cache
+def _nothing() -> mx.array:
+    """What is there at once, [1]."""
+    return mx.zeros((1,))
+
+
+def _frame(starts: mx.array, columns: int, buffers: Buffers) -> Frame:
+    frame = Frame(TracedClock.over(starts, columns, buffers))
+    frame.open()
+    return frame
 
 
 def _layer_over(buffers: Sequence[mx.array], frame: Frame) -> FullLayer:

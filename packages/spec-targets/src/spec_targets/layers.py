@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from spec_core.device import on_cuda, runs_beside_host
 from spec_core.errors import SeamError
-from spec_core.flash_decode import MOST_COLUMNS
+from spec_core.flash_decode import MOST_COLUMNS, Columns, store_and_attend
 from spec_core.kv import KVRows, QuantizedKVRows, RowClock, boolean_mask, causal_mask
 from spec_core.ring import Ring
 from spec_core.seams import PerToken
@@ -221,6 +221,46 @@ class FullLayer:
 
     def take(self, buffers: Sequence[mx.array]) -> None:
         self._rows.take(buffers)
+
+
+class StoringLayer(FullLayer):
+    """Full attention whose newest columns the kernel stores that attends, in a trace on CUDA.
+
+    Args:
+        frame: its clock says what the first kernel comes after.
+        buffers: keys and values, with room for the newest columns.
+    """
+
+    __slots__ = ("_newest",)
+
+    def __init__(self, frame: Frame, buffers: Sequence[mx.array]) -> None:
+        super().__init__(frame)
+        self.take(buffers)
+        self._newest: Columns | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Columns came that were not stored."""
+        return self._newest is not None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        """Gives the newest columns alone: `attend` is what reads the others."""
+        if self.waiting:
+            raise SeamError("columns came twice in one forward")
+        self._newest = Columns(keys, values)
+        return keys, values
+
+    def attend(self, queries: mx.array, scale: float) -> mx.array:
+        """Attention [B, H, T, D] of the newest columns, each row's over its own positions."""
+        clock, ends, newest = self._frame.clock, self._frame.ends, self._newest
+        assert newest is not None and ends is not None and clock.storing is not None
+        stored = Columns(*self.pending())
+        out, clock.storing, stored = store_and_attend(
+            queries, stored, newest, ends, scale, clock.storing
+        )
+        self.take((stored.keys, stored.values))
+        self._newest = None
+        return out
 
 
 class QuantizedFullLayer(FullLayer):

@@ -31,6 +31,11 @@ class LayeredState:
         return self._clock.rows
 
     @property
+    def clock(self) -> RowClock:
+        """The lengths of the rows, shared by all layers."""
+        return self._clock
+
+    @property
     def lengths(self) -> Sequence[int]:
         return tuple(self._clock.lengths)
 
@@ -111,7 +116,9 @@ class LayeredState:
         mx.eval(self.pending())
 
     def pending(self) -> Sequence[mx.array]:
-        return [array for layer in self.layers for array in layer.pending()]
+        storing = self._clock.storing
+        first = [] if storing is None else [storing]
+        return first + [array for layer in self.layers for array in layer.pending()]
 
 
 def _kinds(state: LayeredState) -> list[str]:

@@ -78,8 +78,8 @@ class Runner:
         self._columns_at_least = CHEAP_ROWS if _columns_cost(self._model) else 1
         self._compiled: CompiledForwards | None = None
         if bones.compiled:
-            singles = bones.options.waste != math.inf
-            self._compiled = CompiledForwards(self._model, self._trace, singles=singles)
+            apart = bones.options.waste != math.inf
+            self._compiled = CompiledForwards(self._model, self._trace, apart=apart)
         self._pick: Callable[[mx.array], mx.array] = _same
 
     @property
@@ -112,7 +112,7 @@ class Runner:
         try:
             if compiled:
                 layers: list[Any] = state.layers
-                forward = compiled.run(tokens, layers, state.lengths, taps)
+                forward = compiled.run(tokens, layers, state.clock, taps)
             else:
                 forward = self._forward(tokens, state, taps, logits)
             return _first_columns(forward, columns) if padding else forward
