@@ -24,8 +24,10 @@ _TILE = 16
 _WARPS = 4
 _WANTED_BLOCKS = 264
 """Two for each multiprocessor of an H100 or H200."""
-_FEWEST_KEYS = 128
-"""Keys of a split, at least."""
+_FEWEST_KEYS, _FEWER_SPLITS = 64, 16
+"""Keys of a split, at least; and four times as many where there are more than so many splits."""
+_MERGERS = 4
+"""Threads that share the splits of one number."""
 
 
 def serves(queries: mx.array, keys: mx.array) -> bool:
@@ -157,9 +159,9 @@ def _attended(
     )
     joined: list[mx.array] = _merge()(
         inputs=[parts, weights],
-        template=[("D", dim), ("OUT", queries.dtype)],
-        grid=(dim, columns * heads, rows),
-        threadgroup=(dim, 1, 1),
+        template=[("D", dim), ("MERGERS", _MERGERS), ("OUT", queries.dtype)],
+        grid=(dim, _MERGERS * columns * heads, rows),
+        threadgroup=(dim, _MERGERS, 1),
         output_shapes=[(rows, columns, heads, dim)],
         output_dtypes=[queries.dtype],
     )
@@ -168,7 +170,8 @@ def _attended(
 
 def _splits(slots: int, others: int) -> int:
     """Parts of the keys: enough for the device, none too short."""
-    most = -(-slots // _FEWEST_KEYS)
+    few = min(-(-slots // _FEWEST_KEYS), _FEWER_SPLITS)
+    most = max(few, slots // (4 * _FEWEST_KEYS))
     return max(1, min(most, -(-_WANTED_BLOCKS // others)))
 
 
@@ -530,13 +533,24 @@ _MERGE = r"""
   for (int away = 16; away; away /= 2)
     most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, away));
   float sum = 0.0f, out = 0.0f;
-#pragma unroll 8
-  for (int s = 0; s < splits; ++s) {
+#pragma unroll 4
+  for (int s = threadIdx.y; s < splits; s += MERGERS) {
     const float2 each = weight[s];
     const float scaled = exp2f(each.x - most);
     sum += scaled * each.y;
     out += scaled * part[(int64_t)s * D];
   }
-  joined[(((int64_t)row * columns + column) * heads + head) * D + threadIdx.x] =
-      static_cast<OUT>(out / sum);
+  __shared__ float sums[MERGERS], outs[MERGERS][D];
+  outs[threadIdx.y][threadIdx.x] = out;
+  sums[threadIdx.y] = sum;
+  __syncthreads();
+  if (threadIdx.y == 0) {
+#pragma unroll
+    for (int other = 1; other < MERGERS; ++other) {
+      sum += sums[other];
+      out += outs[other][threadIdx.x];
+    }
+    joined[(((int64_t)row * columns + column) * heads + head) * D + threadIdx.x] =
+        static_cast<OUT>(out / sum);
+  }
 """

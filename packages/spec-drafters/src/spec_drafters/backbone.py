@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from spec_core import flash_decode
-from spec_core.flash_decode import Columns
 from spec_core.device import runs_beside_host, start_layer
+from spec_core.flash_decode import Columns
 from spec_core.kv import KVRows, RowClock
 from spec_drafters.linear import Weights
 from spec_drafters.rope import Offset, Rotary
@@ -353,7 +353,8 @@ class BlockBackbone:
         ]
 
     def fuse(self, taps: Sequence[mx.array]) -> mx.array:
-        """[B, n, H] tap rows, one array a tapped layer, to context rows [B, n, H]."""
+        """[B, n, H] tap rows, one array a tapped layer or all side by side, to context rows
+        [B, n, H]."""
         rows = mx.concatenate(list(taps), axis=-1).astype(self._dtype)
         return mx.fast.rms_norm(self._fuse(rows), self._context_norm, self._eps)
 

@@ -14,6 +14,7 @@ from spec_core.kv import KVRows, RowClock
 from spec_core.seams import PerToken, RowState, StateImage
 from spec_core.traces import Buffers, TracedClock
 from spec_drafters.backbone import KeysValues, Pass, Sight
+from spec_drafters.columns import joined
 from spec_drafters.rope import Offset
 from spec_drafters.spec import LayerAttention
 
@@ -106,8 +107,7 @@ class BlockState:
             count = len(waiting)
             if self._fixed_shapes:
                 waiting += waiting[-1:] * (self._most_waiting - count)
-            taps = [mx.concatenate(list(each), axis=1) for each in zip(*waiting, strict=True)]
-            self._append(taps, [count] * self.rows)
+            self._append(joined(waiting), [count] * self.rows)
 
     def _append(self, taps: Sequence[mx.array], keep: Sequence[int]) -> None:
         context = self._project(taps, self._offset())

@@ -253,7 +253,9 @@ class StoringLayer(FullLayer):
     def attend(self, queries: mx.array, scale: float) -> mx.array:
         """Attention [B, H, T, D] of the newest columns, each row's over its own positions."""
         clock, ends, newest = self._frame.clock, self._frame.ends, self._newest
-        assert newest is not None and ends is not None and clock.storing is not None
+        assert newest is not None
+        assert ends is not None
+        assert clock.storing is not None
         stored = Columns(*self.pending())
         out, clock.storing, stored = store_and_attend(
             queries, stored, newest, ends, scale, clock.storing
