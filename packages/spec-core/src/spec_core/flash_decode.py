@@ -5,7 +5,7 @@ few queries over the device, makes a plan for every new number of keys, and with
 as long again: on an H200 36 layers of 4 columns at 16,384 positions take 15.8 ms, where one column
 takes 2.1. This kernel splits the keys (flash-decoding: Dao et al., 2023, "Flash-Decoding for
 long-context inference"), puts the queries that share a key head into one matrix tile, and needs
-neither mask nor plan: 3.3 ms. At 512 positions both take about 2.
+neither mask nor plan: 0.9 ms of the device's time.
 """
 
 from __future__ import annotations
