@@ -50,8 +50,9 @@ def made(
 def test_it_says_what_it_serves(shape: tuple[int, ...], served: bool) -> None:
     queries = mx.zeros(shape, dtype=mx.bfloat16)
     keys = mx.zeros((shape[0], 2, 10, shape[3]), dtype=mx.bfloat16)
-    assert flash_decode.serves(queries, keys) is served
-    assert not flash_decode.serves(queries.astype(mx.float32), keys.astype(mx.float32))
+    assert flash_decode.serves(queries, keys, keys) is served
+    assert not flash_decode.serves(*[each.astype(mx.float32) for each in (queries, keys, keys)])
+    assert not flash_decode.serves(queries, keys, keys[..., :32])
 
 
 @pytest.mark.skipif(not on_cuda(), reason="the kernel is CUDA's")
@@ -80,7 +81,7 @@ def test_it_attends(
     causal: bool,
 ) -> None:
     queries, keys, values = made(heads, key_heads, dim, columns, ends, dtype)
-    assert flash_decode.serves(queries, keys)
+    assert flash_decode.serves(queries, keys, values)
     scale = dim**-0.5
     ended = mx.array(ends, dtype=mx.int32)
     got = flash_decode.attend(queries, keys, values, ended, scale, causal=causal)

@@ -352,3 +352,24 @@ def test_buffers_can_be_lent_and_given_back(quantised: bool) -> None:
     assert not any(buffer[:, :, 250:].any() for buffer in store.pending())
     with pytest.raises(ValueError, match="shorter"):
         store.take(lent[:1])
+
+
+def held(positions: int, rows: int, heads: int = 1) -> KVRows:
+    """Rows of so many positions, evaluated."""
+    clock = RowClock(rows)
+    store = KVRows(clock)
+    new = mx.random.normal((rows, heads, positions, 64))
+    clock.begin(positions)
+    store.append(new, 2 * new)
+    clock.commit([positions] * rows)
+    mx.eval(store.pending())
+    return store
+
+
+def test_rows_that_leave_give_their_memory_back() -> None:
+    before, store = mx.get_active_memory(), held(2000, 4)
+    store.select([0])
+    store.clock.select([0])
+    mx.eval(store.pending())
+    room = sum(each.nbytes for each in store.pending())
+    assert mx.get_active_memory() - before < 1.1 * room

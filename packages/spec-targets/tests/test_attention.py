@@ -104,7 +104,7 @@ def test_on_cuda_few_columns_are_told_where_their_rows_end(
 
     want = decoded()
     monkeypatch.setattr(layers, "on_cuda", lambda: True)
-    monkeypatch.setattr(flash_decode, "serves", lambda queries, keys: True)
+    monkeypatch.setattr(flash_decode, "serves", lambda queries, keys, values: True)
     monkeypatch.setattr(flash_decode, "attend", told)
     got = decoded()
     ends = [call for index, call in enumerate(calls) if not index or calls[index - 1] != call]

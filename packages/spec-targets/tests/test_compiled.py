@@ -13,11 +13,13 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.base import scaled_dot_product_attention
 
 from spec_core import decode, flash_decode
 from spec_core import traces as tracing
 from spec_core._buffers import scatter
 from spec_core.conformance import check_target
+from spec_core.device import on_cuda
 from spec_core.flash_decode import Columns
 from spec_core.seams import StateImage
 from spec_core.testing import ScriptedDrafter
@@ -68,8 +70,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch, plainly: Any) -> None:
         return out, out + after, Columns(*pair)
 
     monkeypatch.setattr(layers, "on_cuda", lambda: True)
-    monkeypatch.setattr(flash_decode, "fits", lambda keys: True)
-    monkeypatch.setattr(flash_decode, "serves", lambda queries, keys: True)
+    monkeypatch.setattr(flash_decode, "fits", lambda keys, values: True)
+    monkeypatch.setattr(flash_decode, "serves", lambda queries, keys, values: True)
     monkeypatch.setattr(flash_decode, "attend", plainly)
     monkeypatch.setattr(layers, "store_and_attend", store_and_attend)
 
@@ -390,6 +392,48 @@ def test_prompts_are_not_filled_up(traced: ModelTarget, monkeypatch: pytest.Monk
     assert state._clock.provisional == 3
 
 
+@pytest.mark.skipif(not on_cuda(), reason="the kernels are CUDA's")
+@pytest.mark.parametrize("seed", range(4))
+def test_kernels_and_mlxs_own_operations_keep_their_order(make_target: Any, seed: int) -> None:
+    """Buffers that grow, rows that move and prompts between forwards, few of them waited for."""
+    choose = random.Random(seed)
+    made, _ = make_target("qwen3", dtype=mx.bfloat16, head_dim=64)
+    traced = with_traces(made)
+    assert traced._runner._bones.stores
+    runner = Runner(replace(made._runner._bones, compiled=False))
+    both = ModelTarget(runner, made.info, made.lender), traced
+    states = [filled(target, [250, 3]) for target in both]
+    logits: list[tuple[mx.array, ...]] = []
+
+    def forward(columns: int, keep: list[int], step: int) -> None:
+        tokens = tokens_of(states[0].rows, columns, step)
+        pair = zip(both, states, strict=True)
+        logits.append(tuple(t.forward(tokens, state).logits for t, state in pair))
+        for state in states:
+            state.commit(keep)
+
+    for step in range(60):
+        columns, rows = choose.choice((1, 1, 2, 5, 20)), states[0].rows
+        forward(columns, [choose.randint(1, columns) for _ in range(rows)], step)
+        turn = choose.randrange(9)
+        if turn < 3:
+            mx.async_eval(logits[-1])
+        elif turn == 3 and rows > 1:
+            kept = choose.sample(range(rows), rows - 1)
+            for state in states:
+                state.select(kept)
+        elif turn == 4 and rows < 3:
+            for target, state in zip(both, states, strict=True):
+                state.join(filled(target, [5 + step * 5], step))
+        elif turn == 5 and rows < 3:
+            for target, state in zip(both, states, strict=True):
+                other = target.new_state(1)
+                other.restore(0, state.image(0))
+                state.join(other)
+    for plain, ours in logits:
+        assert mx.abs(plain - ours).max() <= 0.06 * mx.abs(plain).max()
+
+
 def test_single_columns_are_traced_where_what_attends_also_stores(
     pair: tuple[ModelTarget, ModelTarget], traced: ModelTarget, request: pytest.FixtureRequest
 ) -> None:
@@ -421,18 +465,47 @@ def test_what_is_stored_comes_after_what_was_stored_before(
         assert state.clock.storing.item() == count * traced.info.num_layers
     assert len(order) == traced.info.num_layers
     assert state.clock.storing is state.pending()[0]
-    for verb in (
-        lambda: state.image(0),
-        lambda: state.join(filled(traced, [3])),
-        lambda: state.select([1]),
-        lambda: traced.forward(tokens_of(1, 2, 3), state, logits="none"),
-    ):
-        traced_rows = tokens_of(state.rows, 2, 1)
-        traced.forward(traced_rows, state)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_what_mlx_does_itself_waits_for_what_is_stored(traced: ModelTarget) -> None:
+    def storing(lengths: list[int]) -> Any:
+        state = filled(traced, lengths)
+        traced.forward(tokens_of(state.rows, 2, 1), state)
         state.commit([1] * state.rows)
         assert state.clock.storing is not None
-        verb()
+        return state
+
+    def further(state: Any, columns: int) -> None:
+        traced.forward(tokens_of(state.rows, columns, 3), state, logits="none")
+
+    def join(other: Any) -> None:
+        filled(traced, [3]).join(other)
+
+    def grow(state: Any) -> None:
+        for layer in state.layers:
+            layer.make_room(300)
+
+    def refill(state: Any) -> None:
+        image = filled(traced, [3]).image(0)
+        state.clock.lengths[0] = 0
+        state.restore(0, image)
+
+    for verb in (
+        lambda state: state.image(0),
+        lambda state: state.join(filled(traced, [3])),
+        lambda state: state.select([1]),
+        lambda state: further(state, 2),
+        join,
+        grow,
+        refill,
+    ):
+        state = storing([4, 9])
+        verb(state)
         assert state.clock.storing is None
+    state = storing([4])
+    state.layers[0].make_room(3)
+    assert state.clock.storing is not None
 
 
 @pytest.mark.usefixtures("kernels")
@@ -469,7 +542,7 @@ def test_a_replay_writes_in_place(traced: ModelTarget, chunks: int) -> None:
         mx.eval(forward.logits, forward.taps)
         state.commit([1])
     assert traced._runner.traces == 1
-    assert mx.get_peak_memory() - before < state.pending()[0].nbytes
+    assert mx.get_peak_memory() - before < state.layers[0].pending()[0].nbytes
 
 
 def test_a_target_with_traces_takes_its_memory_along(tiny: Any) -> None:
@@ -572,6 +645,42 @@ def _evaluates(inner: Any, hidden: mx.array) -> mx.array:
 def _keeps(inner: Any, hidden: mx.array) -> mx.array:
     inner.last = hidden
     return hidden
+
+
+def _casting(own: Any) -> type:
+    """Qwen3's attention, to something that it makes of its keys once they are stored."""
+
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        queries, keys, values = (
+            each(x).reshape(*x.shape[:2], -1, 32).swapaxes(1, 2)
+            for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        offset = cache.offset if cache else 0
+        queries, keys = (
+            self.rope(norm(each), offset=offset)
+            for norm, each in ((self.q_norm, queries), (self.k_norm, keys))
+        )
+        if cache:
+            keys, values = cache.update_and_fetch(keys, values)
+        out = scaled_dot_product_attention(
+            queries, keys.astype(x.dtype) * 1, values, cache=cache, scale=self.scale, mask=mask
+        )
+        return self.o_proj(out.swapaxes(1, 2).flatten(2))
+
+    return type(own.__name__, (own,), {"__call__": call})
+
+
+@pytest.mark.usefixtures("proving", "kernels")
+def test_a_model_that_changes_what_it_stored_has_ordinary_layers_in_traces(tiny: Any) -> None:
+    plain = build_target(*tiny("qwen3"))
+    model, config = tiny("qwen3")
+    attention = model.layers[1].self_attn
+    attention.__class__ = _casting(type(attention))
+    target = build_target(model, config)
+    bones, others = target._runner._bones, plain._runner._bones
+    assert (others.compiled, others.stores) == (True, True)
+    assert (bones.compiled, bones.stores) == (True, False)
+    Walk((plain, target), [3, 8]).forward(3, (), [1, 2], 1)
 
 
 @pytest.mark.usefixtures("proving")

@@ -38,16 +38,15 @@ def lengthened(new: mx.array, end: int) -> mx.array:
 
 def shrunk(buffer: mx.array, rows: int, longest: int) -> mx.array | None:
     """The buffer, or a smaller copy of its first rows where half of it would be free."""
-    slots, heads, capacity, dim = buffer.shape
+    slots, _, capacity, _ = buffer.shape
     if not rows:
         return None
     fewer = rows if 2 * rows <= slots else slots
     shorter = stepped(longest) if 2 * stepped(longest) <= capacity else capacity
     if (fewer, shorter) == (slots, capacity):
         return buffer
-    small = mx.zeros((fewer, heads, shorter, dim), dtype=buffer.dtype)
-    small[:, :, :] = buffer[:fewer, :, :shorter]
-    return small
+    # A copy: what is assigned to all of an array takes its place, and would hold the larger buffer.
+    return mx.contiguous(buffer[:fewer, :, :shorter])
 
 
 def stepped(positions: int) -> int:

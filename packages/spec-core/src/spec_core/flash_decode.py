@@ -3,9 +3,9 @@
 A verify has 2 to 16 columns. MLX's fused attention there (0.32.4) does not split the keys of so
 few queries over the device, makes a plan for every new number of keys, and with a mask takes twice
 as long again: on an H200 36 layers of 4 columns at 16,384 positions take 15.8 ms, where one column
-takes 2.1. This kernel splits the keys (flash-decoding: Dao et al., 2023, "Flash-Decoding for
-long-context inference"), puts the queries that share a key head into one matrix tile, and needs
-neither mask nor plan: 0.9 ms of the device's time.
+takes 2.1, host included. This kernel splits the keys (flash-decoding: Dao et al., 2023,
+"Flash-Decoding for long-context inference"), puts the queries that share a key head into one matrix
+tile, and needs neither mask nor plan: 0.9 ms of the device's time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MERGERS = 4
 """Threads that share the splits of one number."""
 
 
-def serves(queries: mx.array, keys: mx.array) -> bool:
+def serves(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
     """Whether `attend` computes these shapes and types."""
     _, heads, columns, dim = queries.shape
     return (
@@ -38,19 +38,24 @@ def serves(queries: mx.array, keys: mx.array) -> bool:
         and dim == keys.shape[-1]
         and heads % keys.shape[1] == 0
         and queries.dtype == keys.dtype
-        and fits(keys)
+        and fits(keys, values)
     )
 
 
-def fits(keys: mx.array) -> bool:
-    """Whether `attend` reads keys [B, K, S, D] like these."""
-    half = keys.dtype in (mx.bfloat16, mx.float16)
-    return half and keys.shape[-1] in (64, 128) and has_tile_products()
+def fits(keys: mx.array, values: mx.array) -> bool:
+    """Whether `attend` reads keys and values [B, K, S, D] like these."""
+    half = keys.dtype in (mx.bfloat16, mx.float16) and values.dtype == keys.dtype
+    alike = values.shape == keys.shape and keys.shape[-1] in (64, 128)
+    return half and alike and has_tile_products()
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Keys and values [B, K, T, D] of the newest columns of each row, the last axis contiguous."""
+    """Keys and values [B, K, S, D] of columns, or of whole buffers.
+
+    The last axis is contiguous, and rows of it begin at multiples of eight numbers, as heads do in
+    what a model projects.
+    """
 
     keys: mx.array
     values: mx.array
@@ -96,8 +101,10 @@ def store_and_attend(
 
     MLX knows nothing of that. It writes a buffer in place only while nobody reads it, and copies
     it where the device is behind; here nothing is copied, and two kernels a layer are spared. In
-    return nothing but these kernels may read what is stored before the last of them has ended,
-    and no array but the buffer's owner's may share its memory.
+    return nothing but these kernels may read what is stored before the last of them has ended.
+    They may run beside whatever reads the buffers meanwhile, and write into memory that other
+    arrays share: what those hold for good lies before each row's newest columns, and is not
+    written.
 
     Args:
         queries: [B, H, T, D]; the newest columns' own, causal.
@@ -107,7 +114,8 @@ def store_and_attend(
         scale: as for `attend`.
         after: what the last such kernel over these buffers gave: this one begins after it.
 
-    Returns [B, H, T, D]; something that is there when the kernel has ended; and the buffers.
+    Returns [B, H, T, D]; something that is there when the kernel has ended; and the buffers, which
+    are the same arrays (a stand-in that cannot write into them returns others).
     """
     out, done = _attended(queries, stored, newest, ends, scale, after=after)
     return out, done, stored

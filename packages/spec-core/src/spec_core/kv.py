@@ -3,7 +3,7 @@
 A commit is metadata; nothing is rolled or copied. Slots at or beyond a row's length hold
 finite numbers of the past and are never attended to. Every write happens in place as long as
 nothing else refers to the buffer, so nobody keeps a view of one over a round. Where kernels write
-that MLX does not know of (`RowClock.storing`), every verb waits for them first.
+that MLX does not know of (`RowClock.storing`), what reads or writes a buffer here waits for them.
 
 The buffers grow geometrically, in rows and in positions, and shrink when half of them is free
 after rows have left. Verbs that move rows (`select`, `join`, `restore`) leave the clock alone:
@@ -37,7 +37,8 @@ class RowClock:
         valid: how many of those are real, for each row.
         stepped: attention reads lengths in steps only, see `reads`.
         storing: is there when the last kernel has ended that stores columns unknown to MLX, see
-            spec_core.flash_decode.store_and_attend; None: there is none.
+            spec_core.flash_decode.store_and_attend; None: there is none. Such kernels write only
+            at or beyond a row's length.
     """
 
     __slots__ = ("_positions", "lengths", "provisional", "stepped", "storing", "valid")
@@ -123,7 +124,7 @@ class RowClock:
         """[B] int32, where each row ends once it has the provisional columns."""
         return mx.array([length + columns for length in self.lengths], dtype=mx.int32)
 
-    def stored(self) -> None:
+    def wait_for_stores(self) -> None:
         """Wait for what is being stored: MLX's own operations may read and write it then."""
         if self.storing is not None:
             mx.eval(self.storing)
@@ -260,7 +261,7 @@ class RowStore(Generic[_Stored]):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; call it before the clock's own `select`."""
-        self.clock.stored()
+        self.clock.wait_for_stores()
         for plane in self._planes.values():
             plane.select(rows, self.clock.lengths)
 
@@ -274,15 +275,15 @@ class RowStore(Generic[_Stored]):
                 f"rows with planes {list(other._planes)} cannot join rows with planes "
                 f"{list(self._planes)}; both states must store keys and values alike"
             )
-        self.clock.stored()
-        other.clock.stored()
+        self.clock.wait_for_stores()
+        other.clock.wait_for_stores()
         for name, plane in self._planes.items():
             plane.join(other._planes[name], self.clock.lengths, other.clock.lengths)
 
     def image(self, row: int, start: int = 0) -> dict[str, mx.array]:
         """Owned copies of a row's positions from `start` on, [n, heads, dim] by plane; lazy:
         evaluate them before anything else runs. Empty where nothing was ever written."""
-        self.clock.stored()
+        self.clock.wait_for_stores()
         stop = self.clock.lengths[row]
         written = {n: p for n, p in self._planes.items() if p.array is not None}
         return {name: plane.image(row, start, stop) for name, plane in written.items()}
@@ -294,7 +295,7 @@ class RowStore(Generic[_Stored]):
         """
         if image and set(image) != set(self._planes):
             raise SeamError(f"image has planes {sorted(image)}; expected {sorted(self._planes)}")
-        self.clock.stored()
+        self.clock.wait_for_stores()
         for name, values in image.items():
             self._planes[name].restore(row, values, self.clock.rows, self.clock.longest)
 
@@ -313,7 +314,7 @@ class RowStore(Generic[_Stored]):
         rows, end = self.clock.rows, self.clock.reads(columns)
         if all(plane.fits(rows, end) for plane in self._planes.values()):
             return
-        self.clock.stored()
+        self.clock.wait_for_stores()
         for plane in self._planes.values():
             plane.make_room(rows, end)
 
@@ -333,7 +334,7 @@ class KVRows(RowStore[mx.array]):
 
     def append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         planes, clock = self._planes, self.clock
-        clock.stored()
+        clock.wait_for_stores()
         return planes["keys"].write(keys, clock), planes["values"].write(values, clock)
 
 
@@ -365,7 +366,6 @@ class QuantizedKVRows(RowStore[Quantized]):
         return self._append("keys", keys), self._append("values", values)
 
     def _append(self, what: str, new: mx.array) -> Quantized:
-        self.clock.stored()
         packed, scales, biases = mx.quantize(new, group_size=self.group_size, bits=self.bits)
         write = self._planes
         return (

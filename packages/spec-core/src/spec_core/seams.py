@@ -156,7 +156,8 @@ class RowState(Protocol):
         """Write an image (start 0, or all within reach) into a row of length 0."""
 
     def pending(self) -> Sequence[mx.array]:
-        """The live buffers, for evaluation only: evaluate and forget, never keep."""
+        """The live buffers and what is still being done to them, for evaluation only: evaluate and
+        forget, never keep."""
 
 
 class TargetState(RowState, Protocol):

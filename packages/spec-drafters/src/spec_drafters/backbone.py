@@ -184,7 +184,11 @@ class Attention:
         self, query: mx.array, slots: Columns, context: KVRows, sight: Sight, queries: slice
     ) -> mx.array:
         ends = sight.ends(self._kind)
-        if ends is not None and context.written and flash_decode.serves(query, slots.keys):
+        if (
+            ends is not None
+            and context.written
+            and flash_decode.serves(query, slots.keys, slots.values)
+        ):
             keys, values = context.pending()
             return flash_decode.attend(
                 query, keys, values, ends, self._scale, causal=False, newest=slots
@@ -365,7 +369,7 @@ class BlockBackbone:
     def block(self, embedded: mx.array, run: Pass, wanted: slice) -> mx.array:
         """Final-normed hidden states [B, wanted, H] of embedded slots [B, T, H].
 
-        The slots' keys and values are written behind the context, provisionally.
+        The slots' keys and values may be written behind the context, provisionally.
         """
         hidden, every = embedded, slice(0, embedded.shape[1])
         for layer in self._layers[:-1]:

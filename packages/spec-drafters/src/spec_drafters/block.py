@@ -28,7 +28,7 @@ from spec_drafters.picks import Picks
 from spec_drafters.spec import BlockSpec, FirstSlot
 
 BlockTraces = Traces[[mx.array, mx.array, mx.array, Buffers], tuple[mx.array, Buffers]]
-"""Of (anchor, starts, offset, buffers) -> hidden states, the same buffers written."""
+"""Of (anchor, starts, offset, buffers) -> hidden states, the same buffers, perhaps written."""
 
 
 class BlockDrafter:

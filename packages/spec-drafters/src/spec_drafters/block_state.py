@@ -144,7 +144,7 @@ class BlockState:
         )
 
     def take(self, buffers: Sequence[Sequence[mx.array]]) -> None:
-        """Store what was lent, written."""
+        """Store what was lent, perhaps written."""
         for cache, pair in zip(self._caches, buffers, strict=True):
             cache.take(pair)
 

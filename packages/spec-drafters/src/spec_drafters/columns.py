@@ -22,8 +22,10 @@ _THREADS = 128
 def joined(columns: Sequence[Sequence[mx.array]]) -> list[mx.array]:
     """[B, 1, H] of each tap, column by column, to [B, columns, H] of each tap; or to one array
     [B, columns, taps * H] of them side by side, as they are read anyway."""
-    if on_cuda() and len(columns) * len(columns[0]) <= _MOST:
-        return [_side_by_side([tap for column in columns for tap in column], len(columns))]
+    parts = [tap for column in columns for tap in column]
+    alike = len({tap.dtype for tap in parts}) == 1
+    if on_cuda() and alike and len(parts) <= _MOST:
+        return [_side_by_side(parts, len(columns))]
     return [mx.concatenate(list(each), axis=1) for each in zip(*columns, strict=True)]
 
 

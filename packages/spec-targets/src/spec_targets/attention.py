@@ -67,10 +67,11 @@ def _row_by_row(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
     ) -> mx.array:
         frame = cache.own_positions(mask) if isinstance(cache, FullLayer) else None
         ends = None if frame is None or rest.get("sinks") is not None else frame.ends
-        if ends is not None and _is_served(queries, keys):
-            if isinstance(cache, StoringLayer):
+        if ends is not None and _is_served(queries, keys, values):
+            if not isinstance(cache, StoringLayer):
+                return flash_decode.attend(queries, keys, values, ends, scale)
+            if cache.holds(keys, values):
                 return cache.attend(queries, scale)
-            return flash_decode.attend(queries, keys, values, ends, scale)
         if frame is None or frame.row_ends is None:
             return own(queries, keys, values, cache=cache, scale=scale, mask=mask, **rest)
         causal = None if queries.shape[2] == 1 else "causal"
@@ -92,9 +93,9 @@ def _row_by_row(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return attend
 
 
-def _is_served(queries: mx.array, keys: Any) -> bool:
+def _is_served(queries: mx.array, keys: Any, values: Any) -> bool:
     """Quantised keys are not."""
-    return isinstance(keys, mx.array) and flash_decode.serves(queries, keys)
+    return isinstance(keys, mx.array) and flash_decode.serves(queries, keys, values)
 
 
 def _upto(stored: Any, row: int, end: int) -> Any:

@@ -47,7 +47,7 @@ def build_target(
     findings = prove(bones, reference, family.scales(config))
     if not findings.row_by_row:
         bones = replace(bones, options=replace(options, waste=math.inf))
-    bones = replace(bones, compiled=findings.compiled)
+    bones = replace(bones, compiled=findings.compiled, stores=findings.stores)
     info = TargetInfo(
         family=model_type,
         vocab_size=reference.logits.shape[-1],

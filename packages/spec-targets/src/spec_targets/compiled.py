@@ -53,20 +53,19 @@ class CompiledForwards:
     Args:
         model: whose forwards they are.
         call: runs it, as often as there is something to trace.
-        apart: rows can attend each over its own positions. Then what attends also stores, and
-            single columns are served: plain rounds are launched ahead, and MLX would copy buffers
-            that are still being read.
+        stores: what attends may also store. Then single columns are served, too: plain rounds are
+            launched ahead, and MLX would copy buffers that are still being read.
         most: traces that are kept; the one that was not used for longest goes first.
     """
 
     def __init__(
-        self, model: Module, call: Call, *, apart: bool = True, most: int = MOST_TRACES
+        self, model: Module, call: Call, *, stores: bool = True, most: int = MOST_TRACES
     ) -> None:
         self._model = model
         self._holdings = _Holdings(model)
         self._changes = 0
         self._call = call
-        self._apart = apart
+        self._may_store = stores
         self._widens = not any("Switch" in type(module).__name__ for module in _modules(model))
         self._traces: Traces[[mx.array, mx.array, mx.array, Buffers], _Written] = Traces(most)
 
@@ -94,7 +93,7 @@ class CompiledForwards:
         return columns > 1 or self._stores(layers)
 
     def _stores(self, layers: Sequence[LayerCache]) -> bool:
-        return self._apart and flash_decode.fits(layers[0].pending()[0])
+        return self._may_store and flash_decode.fits(*layers[0].pending())
 
     def width(self, rows: int, columns: int) -> int:
         """Columns to fill such a forward up to. What experts read grows with every column."""
@@ -216,7 +215,7 @@ def _modules(model: Module) -> list[Module]:
 @cache
 def _nothing() -> mx.array:
     """What is there at once, [1]."""
-    return mx.zeros((1,))
+    return mx.array([0.0])  # not lazy: it serves every thread
 
 
 def _frame(starts: mx.array, columns: int, buffers: Buffers) -> Frame:

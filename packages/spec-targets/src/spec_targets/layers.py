@@ -243,6 +243,11 @@ class StoringLayer(FullLayer):
         """Columns came that were not stored."""
         return self._newest is not None
 
+    def holds(self, keys: mx.array, values: mx.array) -> bool:
+        """Whether these are the columns that came, and nothing that was made of them."""
+        newest = self._newest
+        return newest is not None and keys is newest.keys and values is newest.values
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Gives the newest columns alone: `attend` is what reads the others."""
         if self.waiting:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -65,6 +66,8 @@ class Findings:
         batch_refused: why rows cannot share a forward; "" if they can.
         row_by_row: rows can attend alone, see spec_targets.attention.
         compiled: forwards can be replayed on this device, see spec_targets.compiled.
+        stores: what attends in them may also store; not so where a model makes something else of
+            keys and values after they are stored.
         lender: embedding and head, if proven.
         scales: what surrounds them.
     """
@@ -73,6 +76,7 @@ class Findings:
     batch_refused: str
     row_by_row: bool
     compiled: bool
+    stores: bool
     lender: Lender | None
     scales: Scales
 
@@ -120,13 +124,13 @@ def prove(bones: Bones, reference: Reference, candidates: Sequence[Scales]) -> F
     row_by_row = not _refusal(lambda: _prove_ragged(alone, reference))
     asked = () if refused else tuple(range(-1, len(bones.anatomy.layers)))
     traced = replace(bones if row_by_row else together, compiled=True)
+    found = _traced(bones, traced, reference, asked) if on_cuda() and not batch_refused else bones
     return Findings(
         taps_refused=refused,
         batch_refused=batch_refused,
         row_by_row=row_by_row,
-        compiled=on_cuda()
-        and not batch_refused
-        and not _refusal(lambda: _prove_compiled(Runner(traced), reference, asked)),
+        compiled=found.compiled,
+        stores=found.stores,
         lender=lender,
         scales=scales,
     )
@@ -240,6 +244,15 @@ def _prove_taps(bones: Bones, runner: Runner, reference: Reference) -> None:
     for layer in bones.family.replayable(bones.anatomy):
         replayed = _replayed(bones, reference, layer)
         _same(f"logits from the tap of layer {layer}", replayed, reference.logits[:, :_PROMPT])
+
+
+def _traced(bones: Bones, traced: Bones, reference: Reference, asked: Sequence[int]) -> Bones:
+    """How forwards are traced: what attends stores, or ordinary layers do, or they are not."""
+    for stores in (True, False):
+        way = replace(traced, stores=stores)
+        if not _refusal(partial(_prove_compiled, Runner(way), reference, asked)):
+            return way
+    return bones
 
 
 def _prove_compiled(runner: Runner, reference: Reference, asked: Sequence[int]) -> None:

@@ -38,6 +38,7 @@ class Bones:
         window: makes every sliding window at most so wide; only for the proof of wrapping.
         compiled: plain steps and verifies are replayed from traces where spec_targets.compiled
             serves.
+        stores: in traces, what attends also stores where rows may attend alone.
     """
 
     anatomy: Anatomy
@@ -45,6 +46,7 @@ class Bones:
     options: LayerOptions
     window: int | None = None
     compiled: bool = False
+    stores: bool = True
 
     def own_caches(self) -> list[Any]:
         """Fresh caches of mlx-lm's own."""
@@ -78,8 +80,8 @@ class Runner:
         self._columns_at_least = CHEAP_ROWS if _columns_cost(self._model) else 1
         self._compiled: CompiledForwards | None = None
         if bones.compiled:
-            apart = bones.options.waste != math.inf
-            self._compiled = CompiledForwards(self._model, self._trace, apart=apart)
+            stores = bones.stores and bones.options.waste != math.inf
+            self._compiled = CompiledForwards(self._model, self._trace, stores=stores)
         self._pick: Callable[[mx.array], mx.array] = _same
 
     @property
