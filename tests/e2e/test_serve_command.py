@@ -61,6 +61,14 @@ def test_print_config_reads_back_and_hides_keys(tmp_path: Path) -> None:
     assert again["memory-limit"] == 2 * 2**30
 
 
+def test_a_variable_that_no_command_reads_is_named() -> None:
+    shown = run("--print-config", environment={"SPEC_MAXDRAFT": "3", "SPEC_PORT": "1002"})
+    assert shown.returncode == 0
+    (line,) = shown.stderr.splitlines()
+    assert "SPEC_MAXDRAFT" in line
+    assert "SPEC_MAX_DRAFT" in line
+
+
 def test_the_page_can_be_switched_off_everywhere(tmp_path: Path) -> None:
     file = tmp_path / "spec.toml"
     file.write_text("no-page = true\n")

@@ -69,7 +69,9 @@ def size(context: click.Context, parameter: click.Parameter, value: str | int | 
         return value
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
     if match is None:
-        raise click.BadParameter(f"{value!r} is no size; write for instance 512M or 8G")
+        raise click.BadParameter(
+            f"{value!r} is no size; write for instance 512M or 8G (K, M, G or T)"
+        )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

@@ -59,7 +59,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, 0.0, math.inf, "a number of at least 0")
+        _number("temperature", self.temperature, 0.0, math.inf, "a finite number of at least 0")
         _integer("top_k", self.top_k, 0, None, "a whole number of at least 0 (0 = off)")
         _number("top_p", self.top_p, 0.0, 1.0, "more than 0 and at most 1 (1 = off)", open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0, "from 0 (off) to 1")

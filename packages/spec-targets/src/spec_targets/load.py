@@ -228,4 +228,4 @@ def _parameters(model: Module) -> dict[str, Any]:
 def _sentence(error: BaseException) -> str:
     """An exception of a library as one line."""
     text = " ".join(str(error).split())
-    return text[:300] if text else type(error).__name__
+    return text[:300] if text else f"{type(error).__name__}, without a word; is its config sound?"

@@ -112,12 +112,16 @@ def convert(
     _refuse_unused(probe, trial)
     from spec_drafters.convert import check_free
     from spec_drafters.convert import convert as write
+    from spec_drafters.errors import DrafterError
     from spec_drafters.load import inspect_drafter
     from spec_drafters.readings import hint
 
     path = _find(source, model)
     check_free(dest)
-    inspect_drafter(path)
+    try:
+        inspect_drafter(path)
+    except DrafterError as error:
+        raise click.ClickException(f"{source} cannot be converted: {error}") from error
     tried = _try(path, trial, slot_convention, tap_shift) if probe else []
     advice = hint(tried) if tried else None
     if advice:

@@ -11,6 +11,7 @@ import click
 
 from spec_cli import streams
 from spec_cli.config_file import config_option, printed, with_environment
+from spec_cli.doctor.settings import unread
 from spec_cli.loading import load_engine, load_options, refuse_idle_options
 from spec_cli.options import (
     apply,
@@ -195,6 +196,8 @@ def serve(context: click.Context, /, **options: Any) -> None:
     )
     settings, limits, cache = _settings(options), _limits(options), _cache(context)
     load_options(options)  # refused before the server listens
+    for sentence in unread(context.command):
+        click.echo(f"spec: {sentence}", err=True)
     if options["print_config"]:
         click.echo(printed(context, _SECRET, _PRIVATE))
         return

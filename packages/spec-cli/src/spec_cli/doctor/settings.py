@@ -40,8 +40,8 @@ def settings(
         environment: the process's own by default.
     """
     seen = os.environ if environment is None else environment
-    variables = sorted(name for name in seen if name.startswith(f"{PREFIX}_"))
-    known = {*_SHARED, *(f"{PREFIX}_{p.name}".upper() for p in served.params)}
+    variables = _variables(seen)
+    known = _known(served)
     for name in (*variables, *(name for name in _HUB if name in seen)):
         yield _variable(name, seen[name], known)
     file = config or seen.get("SPEC_CONFIG")
@@ -49,6 +49,21 @@ def settings(
         yield _file(served, Path(file))
     if not variables and file is None:
         yield Finding(_SECTION, "settings", "ok", "no SPEC_* variable is set; defaults apply")
+
+
+def unread(served: click.Command) -> list[str]:
+    """A sentence for each SPEC_* variable of the process that no command reads."""
+    known = _known(served)
+    found = [_variable(name, "", known) for name in _variables(os.environ) if name not in known]
+    return [f"{each.name} is set, but {each.advice}" for each in found]
+
+
+def _variables(seen: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in seen if name.startswith(f"{PREFIX}_"))
+
+
+def _known(served: click.Command) -> set[str]:
+    return {*_SHARED, *(f"{PREFIX}_{p.name}".upper() for p in served.params)}
 
 
 def _variable(name: str, value: str, known: set[str]) -> Finding:
