@@ -17,14 +17,12 @@ from spec_core.adaptive import AdaptiveLength
 from spec_core.curves import CostCurves, RoundCost
 
 # Milliseconds of a round with 0..7 guesses, in the shapes that were met: nearly free columns,
-# columns that cost, some that cost more than most text pays, and a machine on which eight columns
-# cost less than seven.
+# columns that cost, and a machine on which eight columns cost less than seven.
 CHEAP = [14.0, 19.0, 20.0, 20.5, 21.0, 21.5, 22.0, 22.5]
 DEAR = [26.0, 50.0, 56.0, 62.0, 66.0, 72.0, 78.0, 84.0]
 BLAS = [12.6, 20.7, 22.9, 26.2, 26.3, 28.5, 29.4, 30.2]
-SLOW = [111.0, 197.0, 243.0, 290.0, 336.0, 383.0, 431.0, 479.0]
 UNEVEN = [5.5, 10.0, 13.0, 14.0, 16.0, 17.0, 18.0, 16.0]
-ALL_CURVES = [CHEAP, DEAR, SLOW, UNEVEN]
+ALL_CURVES = [CHEAP, DEAR, UNEVEN]
 
 
 def policy(curve: Sequence[float]) -> AdaptiveLength:
@@ -96,19 +94,6 @@ def test_speed_comes_close_to_the_best_fixed_length(curve: list[float], rate: fl
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.2, 0.3])
 def test_hopeless_text_costs_two_percent_at_most(curve: list[float], rate: float) -> None:
     assert mean_speed(curve, rate) >= 0.98 / curve[0]
-
-
-def test_where_no_length_promises_to_pay_it_begins_with_a_try() -> None:
-    """On the slow curve, at the acceptance that is expected where nothing is known: easy text is
-    drafted soon, and hard text costs two percent of a short answer."""
-    adaptive = policy(SLOW)
-    assert adaptive.parked
-    assert max(adaptive.lengths([RowStatus(key=0, length=10, remaining=100)])) > 0
-    _, history = simulate(adaptive, SLOW, lambda _: 0.95, 32, seed=1)
-    assert history[-1] == 7
-    hard = [simulate(policy(SLOW), SLOW, lambda _: 0.1, 300, seed=seed)[0] for seed in range(8)]
-    assert sum(hard) / len(hard) >= 0.98 / SLOW[0]
-    assert not policy(CHEAP).parked
 
 
 @pytest.mark.parametrize("curve", ALL_CURVES)

@@ -254,22 +254,14 @@ class AdaptiveLength:
     # ------------------------------------------------------------------ the choice
 
     def _opening(self) -> int:
-        """Before any experience: none where no length promises to pay, so that the first rows
-        try; else the longest where scores cut it."""
-        speeds = self._fair_speeds(_ALONE)
-        if max(speeds[1:]) < _WORTH * speeds[0]:
-            return 0
+        """Before any experience; the longest where scores cut it."""
         return self._longest if self._cuts else self._fair_length(_ALONE)
 
     def _fair_length(self, rows: Sequence[RowStatus]) -> int:
         """The best drafting length for text of which nothing is known."""
-        speeds = self._fair_speeds(rows)
-        return max(range(1, len(speeds)), key=speeds.__getitem__)
-
-    def _fair_speeds(self, rows: Sequence[RowStatus]) -> list[float]:
-        """Tokens a second of such text, for each length."""
         tokens = expected_tokens(Acceptance().rates(self._longest))
-        return [emitted / self._time(rows, length) for length, emitted in enumerate(tokens)]
+        times = [self._time(rows, length) for length in range(self._longest + 1)]
+        return max(range(1, len(times)), key=lambda length: tokens[length] / times[length])
 
     def _reconsider(self, rows: Sequence[RowStatus]) -> None:
         speeds = self._speeds(rows)
