@@ -14,7 +14,7 @@ def room(
 ) -> mx.array:
     """The buffer, grown geometrically where rows or positions (never more than `limit`) do not
     fit."""
-    if buffer is not None and buffer.shape[0] >= rows and buffer.shape[2] >= end:
+    if buffer is not None and fits(buffer, rows, end):
         return buffer
     have_rows, have = (0, 0) if buffer is None else (buffer.shape[0], buffer.shape[2])
     capacity = have if have >= end else stepped(max(end, have + have // 2))
@@ -24,6 +24,11 @@ def room(
     if buffer is not None:
         grown[:have_rows, :, :have] = buffer
     return grown
+
+
+def fits(buffer: mx.array, rows: int, end: int) -> bool:
+    """Whether there is room for so many rows and positions."""
+    return buffer.shape[0] >= rows and buffer.shape[2] >= end
 
 
 def lengthened(new: mx.array, end: int) -> mx.array:

@@ -276,21 +276,14 @@ _PARTIAL = r"""
   const int chunk = ((end + splits - 1) / splits + 63) / 64 * 64;
   const int from = split * chunk, to = min(end, from + chunk);
   // Rows of pieces: the stored ones by position, the newest by column.
-  const Rows key_rows{
-      reinterpret_cast<const char*>(keys + row * keys_strides[0] + key_head * keys_strides[1]),
-      2 * keys_strides[2]};
-  const Rows value_rows{
-      reinterpret_cast<const char*>(
-          values + row * values_strides[0] + key_head * values_strides[1]),
-      2 * values_strides[2]};
-  const Rows last_key_rows{
-      reinterpret_cast<const char*>(
-          last_keys + row * last_keys_strides[0] + key_head * last_keys_strides[1]),
-      2 * last_keys_strides[2]};
-  const Rows last_value_rows{
-      reinterpret_cast<const char*>(
-          last_values + row * last_values_strides[0] + key_head * last_values_strides[1]),
-      2 * last_values_strides[2]};
+  auto rows_of = [&](const auto* all, const auto& strides) {
+    const auto* begin = all + row * strides[0] + key_head * strides[1];
+    return Rows{reinterpret_cast<const char*>(begin), 2 * strides[2]};
+  };
+  const Rows key_rows = rows_of(keys, keys_strides);
+  const Rows value_rows = rows_of(values, values_strides);
+  const Rows last_key_rows = rows_of(last_keys, last_keys_strides);
+  const Rows last_value_rows = rows_of(last_values, last_values_strides);
   const int start = NEWEST ? end - (int)last_keys_shape[2] : end;
   const float factor = scale[0] * 1.44269504f, NEVER = __int_as_float(0xff800000);
 

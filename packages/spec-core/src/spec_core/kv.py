@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 import mlx.core as mx
 
-from spec_core._buffers import lengthened, room, same_kind, scatter, shrunk
+from spec_core._buffers import fits, lengthened, room, same_kind, scatter, shrunk
 from spec_core.device import on_cuda
 from spec_core.errors import InvalidValueError, SeamError
 
@@ -170,8 +170,7 @@ class Plane:
 
     def fits(self, rows: int, end: int) -> bool:
         """There is no buffer, or rows and positions fit it."""
-        array = self.array
-        return array is None or (array.shape[0] >= rows and array.shape[2] >= end)
+        return self.array is None or fits(self.array, rows, end)
 
     def make_room(self, rows: int, end: int) -> None:
         """Grow, if there is a buffer, until rows and positions fit."""

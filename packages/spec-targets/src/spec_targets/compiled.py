@@ -111,13 +111,13 @@ class CompiledForwards:
         nothing was written."""
         for layer in layers:
             layer.make_room(tokens.shape[1])
-        starts = mx.array(list(clock.lengths), dtype=mx.int32)
+        starts = mx.array(clock.lengths, dtype=mx.int32)
         after = _nothing() if clock.storing is None else clock.storing
         stores = self._stores(layers)
         # Neither list outlives this call: MLX writes in place only what nobody else refers to.
         buffers = [list(layer.pending()) for layer in layers]
         key = (self._changes, tokens.shape, tuple(taps), shapes_of(buffers))
-        traced = self._storing(tuple(taps)) if stores else self._traced(tuple(taps))
+        traced = self._traced(tuple(taps), stores)
         logits, recorded, written, done = self._traces.replay(
             key, traced, tokens, starts, after, buffers
         )
@@ -126,34 +126,23 @@ class CompiledForwards:
         clock.storing = done if stores else None
         return Forward(logits=logits, taps=recorded)
 
-    def _traced(self, taps: tuple[int, ...]) -> _Traced:
-        """What is recorded where ordinary layers store."""
+    def _traced(self, taps: tuple[int, ...], stores: bool) -> _Traced:
+        """What is recorded; `stores`: what attends stores, not ordinary layers."""
+        kind = StoringLayer if stores else FullLayer
 
         def forward(
             tokens: mx.array, starts: mx.array, after: mx.array, buffers: Buffers
         ) -> _Written:
-            frame = _frame(starts, tokens.shape[1], buffers)
-            layers = [_layer_over(pair, frame) for pair in buffers]
-            with _forgetful(self._model):
-                logits, recorded = self._call(tokens, layers, frame, taps)
-            return logits, recorded, [list(layer.pending()) for layer in layers], after
-
-        return forward
-
-    def _storing(self, taps: tuple[int, ...]) -> _Traced:
-        """What is recorded where what attends stores."""
-
-        def forward(
-            tokens: mx.array, starts: mx.array, after: mx.array, buffers: Buffers
-        ) -> _Written:
-            frame = _frame(starts, tokens.shape[1], buffers)
-            frame.clock.storing = after
-            layers = [StoringLayer(frame, pair) for pair in buffers]
+            clock = TracedClock.over(starts, tokens.shape[1], buffers)
+            clock.storing = after if stores else None
+            frame = Frame(clock)
+            frame.open()
+            layers = [kind(frame, pair) for pair in buffers]
             with _forgetful(self._model):
                 logits, recorded = self._call(tokens, layers, frame, taps)
             if any(layer.waiting for layer in layers):
                 raise ValueError("a layer attends in a way of its own, and nothing was stored")
-            done = frame.clock.storing.flatten()[:1]
+            done = after if clock.storing is None else clock.storing.flatten()[:1]
             return logits, recorded, [list(layer.pending()) for layer in layers], done
 
         return forward
@@ -216,15 +205,3 @@ def _modules(model: Module) -> list[Module]:
 def _nothing() -> mx.array:
     """What is there at once, [1]."""
     return mx.array([0.0])  # not lazy: it serves every thread
-
-
-def _frame(starts: mx.array, columns: int, buffers: Buffers) -> Frame:
-    frame = Frame(TracedClock.over(starts, columns, buffers))
-    frame.open()
-    return frame
-
-
-def _layer_over(buffers: Sequence[mx.array], frame: Frame) -> FullLayer:
-    layer = FullLayer(frame)
-    layer.take(buffers)
-    return layer

@@ -155,13 +155,20 @@ def _tolerable_waste(longest: int, columns: int) -> float:
 
 
 class FullLayer:
-    """Full attention: looks like mlx-lm's KVCache, stores in KVRows."""
+    """Full attention: looks like mlx-lm's KVCache, stores in KVRows.
+
+    Args:
+        frame: shared by the layers of a state.
+        buffers: keys and values to store in, in a trace.
+    """
 
     __slots__ = ("_frame", "_rows")
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, buffers: Sequence[mx.array] = ()) -> None:
         self._frame = frame
         self._rows: KVRows | QuantizedKVRows = KVRows(frame.clock)
+        if buffers:
+            self.take(buffers)
 
     # Towards the model.
 
@@ -213,6 +220,11 @@ class FullLayer:
     # Towards spec_targets.compiled; see spec_core.kv.RowStore.
 
     @property
+    def waiting(self) -> bool:
+        """Columns came that were not stored."""
+        return False
+
+    @property
     def written(self) -> bool:
         return self._rows.written
 
@@ -234,13 +246,11 @@ class StoringLayer(FullLayer):
     __slots__ = ("_newest",)
 
     def __init__(self, frame: Frame, buffers: Sequence[mx.array]) -> None:
-        super().__init__(frame)
-        self.take(buffers)
+        super().__init__(frame, buffers)
         self._newest: Columns | None = None
 
     @property
     def waiting(self) -> bool:
-        """Columns came that were not stored."""
         return self._newest is not None
 
     def holds(self, keys: mx.array, values: mx.array) -> bool:

@@ -184,7 +184,8 @@ def _load_model(
     except MemoryError:
         raise
     except Exception as error:
-        raise TargetError(f"mlx-{library} cannot load {folder}: {_sentence(error)}") from error
+        reason = _sentence(error, ", without a word; is its config sound?")
+        raise TargetError(f"mlx-{library} cannot load {folder}: {reason}") from error
 
 
 def _load_lm(folder: Path, trust_remote_code: bool) -> tuple[Module, dict[str, Any]]:
@@ -225,7 +226,7 @@ def _parameters(model: Module) -> dict[str, Any]:
     return found
 
 
-def _sentence(error: BaseException) -> str:
-    """An exception of a library as one line."""
+def _sentence(error: BaseException, of_silence: str = "") -> str:
+    """An exception of a library as one line; one without a text by its class and `of_silence`."""
     text = " ".join(str(error).split())
-    return text[:300] if text else f"{type(error).__name__}, without a word; is its config sound?"
+    return text[:300] if text else type(error).__name__ + of_silence

@@ -11,7 +11,6 @@ import click
 
 from spec_cli import streams
 from spec_cli.config_file import config_option, printed, with_environment
-from spec_cli.doctor.settings import unread
 from spec_cli.loading import load_engine, load_options, refuse_idle_options
 from spec_cli.options import (
     apply,
@@ -184,6 +183,7 @@ def serve(context: click.Context, /, **options: Any) -> None:
     --max-batch; several values are separated by spaces), then from --config.
     """
     refuse_idle_options(context)
+    from spec_cli.doctor.settings import unread
     from spec_server.http.serve import Listen
     from spec_server.http.serve import serve as run
 

@@ -54,8 +54,8 @@ def settings(
 def unread(served: click.Command) -> list[str]:
     """A sentence for each SPEC_* variable of the process that no command reads."""
     known = _known(served)
-    found = [_variable(name, "", known) for name in _variables(os.environ) if name not in known]
-    return [f"{each.name} is set, but {each.advice}" for each in found]
+    names = (name for name in _variables(os.environ) if name not in known)
+    return [f"{name} is set, but {_unread(name, known)}" for name in names]
 
 
 def _variables(seen: Mapping[str, str]) -> list[str]:
@@ -72,9 +72,12 @@ def _variable(name: str, value: str, known: set[str]) -> Finding:
         return Finding(_SECTION, name, "ok", shown)
     if name in known:
         return Finding(_SECTION, name, "ok", f"{shown} (for spec serve alone)")
+    return Finding(_SECTION, name, "note", shown, _unread(name, known))
+
+
+def _unread(name: str, known: set[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    advice = f"no command reads it{f'; did you mean {near[0]}?' if near else ''}"
-    return Finding(_SECTION, name, "note", shown, advice)
+    return f"no command reads it{f'; did you mean {near[0]}?' if near else ''}"
 
 
 def _file(served: click.Command, path: Path) -> Finding:
