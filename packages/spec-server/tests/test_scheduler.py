@@ -414,18 +414,20 @@ def kept(tmp_path: Path) -> Callable[[], PrefixCache]:
 def test_what_a_queued_request_needs_is_loaded_while_it_waits(
     kept: Callable[[], PrefixCache],
 ) -> None:
-    log, cache = Log(), kept()
-    with caching(KINDS["dense"], "tiny", cache, Limits(max_batch=1)) as engine:
-        for turn in range(6):  # one after the other, so that the last in the queue waits long
-            log.submit(engine, f"running {turn}", Ask(prompt(10 + turn, 4), ENDLESS, 400))
+    gate, log, cache = Gate(), Log(), kept()
+    with caching(lambda: GatedTarget(gate), "tiny", cache, Limits(max_batch=1)) as engine:
+        log.submit(engine, "running", Ask(prompt(1, 4), ENDLESS, 40))
+        log.until("running", end=False)
+        gate.shut()
         waiting = engine.stream(prompt(5, 150), max_tokens=4)
-        while not cache.stats().loaded:
-            assert isinstance(log.events.get(timeout=60)[1], Chunk)
-        cache.flush()
-        loaded = cache.stats().loaded
-        log.until("running 5")
+        for _ in range(2):  # then a step begins that sees the waiting request
+            eventually(lambda: gate.blocked)
+            gate.let()
+        eventually(lambda: cache.stats().loaded == 10)
+        gate.open()
+        log.until("running")
         assert waiting.result().statistics.cached_tokens == 149
-        assert cache.stats().loaded == loaded == 10
+        assert cache.stats().loaded == 10
 
 
 def test_running_rows_do_not_wait_for_the_disk(kept: Callable[[], PrefixCache]) -> None:
