@@ -11,6 +11,7 @@ from spec_core import (
     CostCurves,
     FreeDrafter,
     InvalidValueError,
+    RoundCost,
     RowOutcome,
     RowStatus,
     calibrate,
@@ -73,7 +74,33 @@ def test_thinned_lengths_keep_both_ends_and_one(top: int, most: int) -> None:
     assert set(kept) <= set(whole)
     assert kept == sorted(set(kept))
     assert {0, 1, top} <= set(kept)
-    assert len(kept) <= max(4, most + 1)
+    assert len(kept) == min(len(whole), max(4, most))
+
+
+def test_thinned_lengths_are_those_with_a_power_of_two_columns_first() -> None:
+    assert _thinned(_ladder(7), 4) == [0, 1, 3, 7]
+    assert _thinned(_ladder(15), 5) == [0, 1, 3, 7, 15]
+    assert _thinned(_ladder(32), 6) == [0, 1, 3, 7, 15, 32]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds", "measured"),
+    [(0.01, 3, [0, 1, 2, 3, 4, 5, 6]), (0.05, 1, [0, 1, 2, 3, 4, 5, 6]), (0.2, 1, [0, 1, 3, 6])],
+)
+def test_slow_rounds_are_timed_less_often_before_lengths_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, rounds: int, measured: list[int]
+) -> None:
+    used: list[int] = []
+    points = _Meter.points
+
+    def spied(meter: _Meter, *arguments: Any) -> list[RoundCost]:
+        used.append(meter.rounds)
+        return points(meter, *arguments)
+
+    monkeypatch.setattr(_Meter, "once", lambda *_: seconds)
+    monkeypatch.setattr(_Meter, "points", spied)
+    curves = calibrate(TARGET, NoisyOracle(TARGET, 0.5, max_block=6), budget_seconds=4.0)
+    assert (lengths(curves, 1), used[0]) == (measured, rounds)
 
 
 def test_a_length_is_timed_by_rounds_of_that_length() -> None:

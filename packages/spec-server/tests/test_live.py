@@ -67,10 +67,10 @@ def test_a_client_that_leaves_a_stream_frees_its_row(slow: tuple[Engine, Gate]) 
     engine, gate = slow
     with live(engine) as server:
         for _ in range(3):
-            response = server.post(PATH, {**ENDLESS, "stream": True})
-            for _ in range(4):
-                response.readline()
             gate.shut()
+            gate.let(3)
+            response = server.post(PATH, {**ENDLESS, "stream": True})
+            response.readline()
             eventually(lambda: gate.blocked)
             hang_up(response)
             eventually(lambda: not server.open_requests)
@@ -178,9 +178,12 @@ def test_more_than_the_queue_takes_is_429(slow: tuple[Engine, Gate]) -> None:
 def test_an_error_inside_a_stream_is_an_event(slow: tuple[Engine, Gate]) -> None:
     engine, gate = slow
     with live(engine) as server:
+        gate.shut()
+        gate.let(2)
         response = server.post(PATH, {**ENDLESS, "stream": True})
         response.readline()
         gate.fail_next("the device is on fire")
+        gate.open()
         *_, last = events(response)
         assert "on fire" in last["error"]["message"]
         assert last["error"]["type"] == "server_error"
@@ -306,9 +309,10 @@ def test_a_shutdown_lets_running_answers_finish(slow: tuple[Engine, Gate]) -> No
 def test_a_shutdown_ends_what_does_not_finish(slow: tuple[Engine, Gate]) -> None:
     engine, gate = slow
     with live(engine, listen=Listen(port=0, grace_seconds=0.0)) as server:
+        gate.shut()
+        gate.let(2)
         response = server.post(PATH, {**ENDLESS, "stream": True})
         response.readline()
-        gate.shut()
         server.http.stop()
         *_, last = events(response)
         assert last["error"]["code"] == "shutting_down"

@@ -57,15 +57,25 @@ class Log:
                 return True
         return False
 
-    def until(self, name: str, *, end: bool = True) -> list[str]:
-        """Names of the events up to one of `name`: its first, or its last."""
+    def until(self, name: str) -> list[str]:
+        """Names of the events up to the last one of `name`."""
         names: list[str] = []
         while True:
             who, event = self.events.get(timeout=60)
             assert isinstance(event, Chunk), event
             names.append(who)
-            if who == name and (not end or event.completion is not None):
+            if who == name and event.completion is not None:
                 return names
+
+
+def begin(engine: Engine, gate: Gate, log: Log, name: str, ask: Ask) -> None:
+    """Submit a request whose answer has begun and is held: the gate is shut afterwards."""
+    gate.shut()
+    log.submit(engine, name, ask)
+    while not log.saw(name):
+        if gate.blocked:
+            gate.let()
+    eventually(lambda: gate.blocked)
 
 
 # ------------------------------------------------------------------ who runs when
@@ -75,9 +85,7 @@ def test_a_running_answer_does_not_delay_a_short_one_by_more_than_two_rounds() -
     engine, gate = gated_engine()
     log = Log()
     with engine:
-        log.submit(engine, "long", Ask(prompt(1, 4), ENDLESS, 400))
-        log.until("long", end=False)
-        gate.shut()
+        begin(engine, gate, log, "long", Ask(prompt(1, 4), ENDLESS, 400))
         before = gate.passed
         log.submit(engine, "short", Ask(prompt(2, 4), ENDLESS, 8))
         while not log.saw("short"):
@@ -88,12 +96,12 @@ def test_a_running_answer_does_not_delay_a_short_one_by_more_than_two_rounds() -
 
 
 def test_a_long_prompt_does_not_stall_a_running_answer() -> None:
-    engine, _ = gated_engine(Limits(prefill_chunk=16))
+    engine, gate = gated_engine(Limits(prefill_chunk=16))
     log = Log()
     with engine:
-        log.submit(engine, "running", Ask(prompt(1, 4), ENDLESS, 60))
-        log.until("running", end=False)
+        begin(engine, gate, log, "running", Ask(prompt(1, 4), ENDLESS, 60))
         log.submit(engine, "long", Ask(prompt(2, 400), ENDLESS, 1))
+        gate.open()
         order = log.until("long")
         assert order.count("running") >= 400 // 16 - 2
 
@@ -101,12 +109,12 @@ def test_a_long_prompt_does_not_stall_a_running_answer() -> None:
 def test_chunks_shrink_to_the_time_budget_while_others_decode() -> None:
     shapes: list[tuple[int, ...]] = []
     targets: list[GatedTarget] = []
-    engine, _ = gated_engine(Limits(prefill_chunk=200, step_seconds=1e-9), targets.append)
+    engine, gate = gated_engine(Limits(prefill_chunk=200, step_seconds=1e-9), targets.append)
     log = Log()
     with engine:
-        log.submit(engine, "running", Ask(prompt(1, 4), ENDLESS, 200))
-        log.until("running", end=False)
+        begin(engine, gate, log, "running", Ask(prompt(1, 4), ENDLESS, 200))
         log.submit(engine, "long", Ask(prompt(2, 300), ENDLESS, 1))
+        gate.open()
         log.until("long")
         shapes = [shape for shape in targets[0].shapes if shape[1] > 1]
         assert max(shape[1] for shape in shapes[2:]) == 16
@@ -146,9 +154,11 @@ def test_the_queue_is_bounded_and_a_group_is_taken_whole_or_not_at_all() -> None
 def test_cancelled_requests_are_gone_by_the_next_step() -> None:
     engine, gate = gated_engine(Limits(max_batch=2, prefill_chunk=16))
     with engine:
+        gate.shut()
+        gate.let(2)
         running = engine.stream(prompt(1, 3), sampling=ENDLESS, max_tokens=400)
         next(running)
-        gate.shut()
+        eventually(lambda: gate.blocked)
         prefilling = engine.stream(prompt(2, 300), sampling=ENDLESS, max_tokens=5)
         queued = engine.stream(prompt(3, 3), sampling=ENDLESS, max_tokens=5)
         for answer in (running, prefilling, queued):
@@ -166,9 +176,10 @@ def test_submit_and_cancel() -> None:
     engine, gate = gated_engine()
     with engine:
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        gate.shut()
+        gate.let(2)
         job = engine.submit(Ask(prompt(1, 3), ENDLESS, 400), events.put)
         chunks = [events.get(timeout=60)]
-        gate.shut()
         engine.cancel(job)
         gate.open()
         while isinstance(chunks[-1], Chunk) and chunks[-1].completion is None:
@@ -416,9 +427,7 @@ def test_what_a_queued_request_needs_is_loaded_while_it_waits(
 ) -> None:
     gate, log, cache = Gate(), Log(), kept()
     with caching(lambda: GatedTarget(gate), "tiny", cache, Limits(max_batch=1)) as engine:
-        log.submit(engine, "running", Ask(prompt(1, 4), ENDLESS, 40))
-        log.until("running", end=False)
-        gate.shut()
+        begin(engine, gate, log, "running", Ask(prompt(1, 4), ENDLESS, 40))
         waiting = engine.stream(prompt(5, 150), max_tokens=4)
         for _ in range(2):  # then a step begins that sees the waiting request
             eventually(lambda: gate.blocked)
@@ -432,13 +441,13 @@ def test_what_a_queued_request_needs_is_loaded_while_it_waits(
 
 def test_running_rows_do_not_wait_for_the_disk(kept: Callable[[], PrefixCache]) -> None:
     """A request whose prefix is still being loaded lets others pass, and is admitted after."""
-    log, disk, cache = Log(), threading.Event(), kept()
-    with caching(KINDS["dense"], "tiny", cache) as engine:
-        log.submit(engine, "running", Ask(prompt(1, 4), ENDLESS, 400))
-        log.until("running", end=False)
+    gate, log, disk, cache = Gate(), Log(), threading.Event(), kept()
+    with caching(lambda: GatedTarget(gate), "tiny", cache) as engine:
+        begin(engine, gate, log, "running", Ask(prompt(1, 4), ENDLESS, 400))
         cache._tiers.worker.submit(disk.wait)
         waiting = engine.stream(prompt(5, 150), max_tokens=4)
         log.submit(engine, "other", Ask(prompt(2, 60), ENDLESS, 5))
+        gate.open()
         log.until("other")
         assert cache.stats().loaded == 0
         disk.set()

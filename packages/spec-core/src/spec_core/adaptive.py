@@ -27,7 +27,7 @@ _WORTH = 1.03
 """A change has to promise this much..."""
 _WORTH_PARKING = 1.06
 """...parking more, since a parked row learns slowly."""
-_GIVE_UP = 2.0
+_GIVE_UP = 3.25
 """Plain rounds that drafting has to have lost before it is parked: a few failures in a row, where a
 text begins, say little."""
 _FIRST_DWELL = 2

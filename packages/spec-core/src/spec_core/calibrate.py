@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import mean
 
 import mlx.core as mx
@@ -31,6 +32,10 @@ _SWEEPS = 12
 buffers grow) and is not counted. A machine may be slow half of the time: with many passes each
 length meets it at its best."""
 _FEWEST_SWEEPS = 2
+_ROUNDS, _FEWEST_ROUNDS = 3, 1
+"""Rounds of a length that are timed in a pass: fewer where there is no time for all lengths, since
+a length that is guessed from its neighbours can be wrong by more than noise makes it."""
+_FEWEST_LENGTHS = 4
 _BASE_SHARE, _OTHER_SHARE = 0.6, 0.08
 """The share of the time that goes to one row at a small depth, and to each thing beside: what a cut
 costs, a deep context, a wider batch."""
@@ -48,7 +53,7 @@ def calibrate(
     """Time rounds of this target and drafter on this device, for a few seconds.
 
     One row is measured at every length up to `longest`, or at some of them where rounds are slow
-    or many; and, while there is time, what a cut costs (0 where there is none), a deep context and
+    or many (blocks of 2, 4, 8, ... columns first, since kernels are made for those); and, while there is time, what a cut costs (0 where there is none), a deep context and
     wider batches. Kernels that have to be compiled first take their own time on top.
 
     Args:
@@ -78,22 +83,25 @@ def calibrate(
     meter = _Meter(target, drafter, 1, _BASE_DEPTH)
     seconds = meter.once([0, top])
     cut = meter.cut(top, some_time) if top > 1 and affordable(2 * seconds) else 0.0
-    lengths = _thinned(_ladder(top), int(budget_seconds * _BASE_SHARE / _least_time(seconds)))
-    points = meter.points(lengths, budget_seconds * _BASE_SHARE)
+    every, base_time = _ladder(top), budget_seconds * _BASE_SHARE
+    if base_time < len(every) * _least_time(seconds):
+        meter.rounds = _FEWEST_ROUNDS
+    lengths = _thinned(every, int(base_time / _least_time(seconds, meter.rounds)))
+    points = meter.points(lengths, base_time)
     seconds = points[-1].seconds
     deep_prefill = meter.prefill_seconds * _DEEP / _BASE_DEPTH
     if target.info.context_window > 2 * _DEEP and affordable(2 * seconds, deep_prefill):
         points += _Meter(target, drafter, 1, _DEEP).points([0, top], some_time)
-    rows, some = 2, sorted({0, 1, (top + 1) // 2, top})
+    rows, some = 2, _thinned(every, _FEWEST_LENGTHS)
     while rows <= max_rows and affordable(len(some) * seconds * rows):
         points += _Meter(target, drafter, rows, _BASE_DEPTH).points(some, some_time)
         rows *= 2
     return CostCurves(points, cut)
 
 
-def _least_time(seconds: float) -> float:
-    """What measuring a round that takes so long takes at least."""
-    return seconds * _FEWEST_SWEEPS * (_ROUNDS + 2)
+def _least_time(seconds: float, rounds: int = _ROUNDS) -> float:
+    """What measuring a length whose round takes so long takes at least."""
+    return seconds * _FEWEST_SWEEPS * (rounds + 2)
 
 
 def _ladder(top: int) -> list[int]:
@@ -103,13 +111,16 @@ def _ladder(top: int) -> list[int]:
 
 
 def _thinned(lengths: list[int], most: int) -> list[int]:
-    """About as many lengths as `most`, at least three, spread evenly; with both ends and 1."""
-    count = max(3, most)
-    if len(lengths) <= count:
-        return lengths
-    last = len(lengths) - 1
-    chosen = {round(last * index / (count - 1)) for index in range(count)} | {1}
-    return [lengths[index] for index in sorted(chosen)]
+    """At most so many lengths (but four, if there are), spread over all: both ends, 1, and what
+    halves the widest gaps, lengths with a power of two columns before others."""
+    chosen = sorted({0, min(1, len(lengths) - 1), len(lengths) - 1})
+    while len(chosen) < min(len(lengths), max(_FEWEST_LENGTHS, most)):
+        below, above = max(pairwise(chosen), key=lambda gap: gap[1] - gap[0])
+        inner = range(below + 1, above)
+        even = [index for index in inner if (lengths[index] + 1).bit_count() == 1]
+        middle = min(even or inner, key=lambda index: abs(2 * index - below - above))
+        chosen = sorted([*chosen, middle])
+    return [lengths[index] for index in chosen]
 
 
 class _Dial(FixedLength):
@@ -140,11 +151,16 @@ class _Dial(FixedLength):
 
 
 class _Meter:
-    """Rows of arbitrary text at one depth, decoded for timing only."""
+    """Rows of arbitrary text at one depth, decoded for timing only.
+
+    Attributes:
+        rounds: how many rounds are timed in each pass.
+    """
 
     def __init__(self, target: Target, drafter: Drafter, rows: int, depth: int) -> None:
         self._target, self._drafter = target, drafter
         self._rows, self._depth, self._dial = rows, depth, _Dial()
+        self.rounds = _ROUNDS
         vocab = target.info.vocab_size
         started = time.perf_counter()
         self._kept: list[tuple[Request, RowImage]] = []
@@ -202,13 +218,10 @@ class _Meter:
             prefill.step(1)
             batch.join(prefill)
         self._dial.length = length
-        for _ in range(_ROUNDS + 1):
+        for _ in range(self.rounds + 1):
             batch.step()
         taken, self._dial.seconds = self._dial.seconds, []
         return taken[1:]
-
-
-_ROUNDS = 3
 
 
 class _NoState:
