@@ -53,8 +53,9 @@ def calibrate(
     """Time rounds of this target and drafter on this device, for a few seconds.
 
     One row is measured at every length up to `longest`, or at some of them where rounds are slow
-    or many (blocks of 2, 4, 8, ... columns first, since kernels are made for those); and, while there is time, what a cut costs (0 where there is none), a deep context and
-    wider batches. Kernels that have to be compiled first take their own time on top.
+    or many (blocks of 2, 4, 8, ... columns first, since kernels are made for those); and, while
+    there is time, what a cut costs (0 where there is none), a deep context and wider batches.
+    Kernels that have to be compiled first take their own time on top.
 
     Args:
         target: the target, with its weights loaded.
