@@ -168,6 +168,18 @@ def test_an_installed_openblas_computes_in_float32_on_tried_threads() -> None:
     assert "float32 with openblas on 1 thread:" in fixed.stderr
 
 
+@pytest.mark.skipif(not installed(), reason="no OpenBLAS is installed here")
+def test_quantised_keys_and_values_stay_with_mlx_s_own_unless_another_is_named() -> None:
+    """Whichever option comes first."""
+    asked = ("generate", PROMPT, "--max-tokens", "4")
+    for arguments in (("--kv-bits", "8"), ("--cpu-blas", "auto", "--kv-bits", "4")):
+        ran = spec(*asked, *arguments)
+        assert ran.returncode == 0
+        assert "openblas" not in ran.stderr
+    named = spec(*asked, "--cpu-blas", "libopenblas.so.0", "--kv-bits", "8")
+    assert "with openblas on " in named.stderr
+
+
 def test_the_bundled_one_can_be_asked_for() -> None:
     ran = spec(
         "generate", PROMPT, "--max-tokens", "4", "--dtype", "float32", SPEC_CPU_BLAS="bundled"

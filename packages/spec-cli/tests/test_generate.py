@@ -263,6 +263,8 @@ USAGE = [
     (["hi", "--max-draft", "many"], "neither a whole number (0 or more) nor 'full'"),
     (["hi", "--max-draft", "-1"], "'-1' is neither a whole number (0 or more)"),
     (["hi", "--mode", "turbo"], "turbo"),
+    (["hi", "--model", ""], "it is empty"),
+    (["hi", "--drafter", " "], "it is empty"),
     (["hi", "--mode", "baseline", "--max-draft", "2"], "drafts nothing"),
     (["hi", "--mode", "lookup", "--drafter-bits", "4"], "no drafter"),
     (["hi", "--mode", "lookup", "--no-lookup-drafts"], "only copies"),
@@ -482,6 +484,9 @@ def test_an_internal_error_is_one_sentence(spec: Spec, monkeypatch: pytest.Monke
     ran = spec("generate", "Hello")
     assert ran.code == 70
     assert "internal error: ZeroDivisionError: a bug" in ran.err
+    assert "Traceback" not in ran.err
+    monkeypatch.setenv("SPEC_TRACEBACK", "1")
+    assert spec("generate", "Hello").code == 70
 
 
 @pytest.mark.parametrize(("given", "bits"), [("auto", "auto"), ("none", None), ("8", 8)])

@@ -52,6 +52,23 @@ def test_refused_in_one_sentence_from_headers_alone(
         assert not sentence.endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("dspark_qwen3", "block_size"),
+        ("dflash_qwen3", "block_size"),
+        ("eagle3_qwen3", "ttt_length"),
+    ],
+)
+def test_a_block_beyond_all_reason_is_refused(name: str, key: str, tmp_path: Path) -> None:
+    golden = Golden.named(name)
+    config = json.loads((golden.path / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((golden.path / "model.safetensors").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: 1_000_000}))
+    with pytest.raises(DrafterError, match="is 1000000; it must be at most 256"):
+        inspect_drafter(tmp_path)
+
+
 def test_a_pickled_mask_embedding_is_refused(tmp_path: Path) -> None:
     golden = Golden.named("dflash_qwen3")
     for file in ("config.json", "model.safetensors"):

@@ -170,6 +170,24 @@ def test_unknown_model_types_are_refused(folder: Path, model_type: str) -> None:
     _sentence(error)
 
 
+@pytest.mark.parametrize("positions", [0, -5, "many", True])
+def test_a_context_window_that_is_none_is_refused(folder: Path, positions: object) -> None:
+    _reconfigure(folder, max_position_embeddings=positions)
+    with pytest.raises(TargetError, match=r"max_position_embeddings is .* at least 1") as error:
+        load_target(folder)
+    _sentence(error)
+
+
+def test_weights_that_are_no_numbers_are_named(folder: Path) -> None:
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    weights["model.norm.weight"] *= float("nan")
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    with pytest.raises(TargetError, match="not numbers \\(NaN\\)") as error:
+        load_target(folder)
+    _sentence(error)
+
+
 def test_missing_tensors_are_one_sentence(folder: Path) -> None:
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)

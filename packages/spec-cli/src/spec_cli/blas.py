@@ -76,7 +76,14 @@ def replaceable() -> bool:
 
 
 def option(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    """Callback of --cpu-blas: from here on it is the one that was chosen."""
+    """Callback of --cpu-blas: from here on it is the one that was chosen.
+
+    With --kv-bits (which is read before) auto is MLX's own: another BLAS adds up in an order that
+    depends on the number of columns, and what that changes in a last bit, rounding keys and values
+    to a few bits may make large.
+    """
+    if value == AUTO and context.params.get("kv_bits") is not None:
+        value = BUNDLED
     if not context.resilient_parsing:
         use(value)
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -143,7 +144,7 @@ def _explain(error: Exception) -> int:
     if isinstance(error, SpecError):
         return _failed(str(error), 1)
     if os.environ.get("SPEC_TRACEBACK"):
-        raise error
+        traceback.print_exception(error)
     return _failed(
         f"internal error: {type(error).__name__}: {error} "
         "(set SPEC_TRACEBACK=1 to see where; please report it)",

@@ -30,6 +30,16 @@ DEFAULT_MAX_DRAFT: MaxDraft = "auto"
 drafter's whole block."""
 
 
+def checkpoint(
+    context: click.Context, parameter: click.Parameter, value: str | tuple[str, ...] | None
+) -> str | tuple[str, ...] | None:
+    """Folders or hub names of models and drafters, as they were given; none of them is empty."""
+    names = (value,) if isinstance(value, str) else value or ()
+    if not all(name.strip() for name in names):
+        raise click.BadParameter("it is empty: name a folder or owner/name, or leave it out")
+    return value
+
+
 def draft_length(context: click.Context, parameter: click.Parameter, value: str | int) -> MaxDraft:
     """A cap on guesses a round: a number (a configuration file has it as one; 0 is plain
     decoding), None for `full`, the whole block, or "auto"."""
@@ -205,7 +215,10 @@ BITS = click.Choice(("4", "8"))
 
 
 model_option = click.option(
-    "--model", metavar="FOLDER|ID", help="Target model. [default: the bundled spec-tiny]"
+    "--model",
+    metavar="FOLDER|ID",
+    callback=checkpoint,
+    help="Target model. [default: the bundled spec-tiny]",
 )
 
 cpu_blas_option = click.option(
@@ -216,7 +229,8 @@ cpu_blas_option = click.option(
     show_default=True,
     callback=blas.option,
     help="On a Linux CPU: the library that multiplies float32 matrices. auto takes an OpenBLAS "
-    "that is installed; bundled is MLX's own, whose sums are the same for every draft length.",
+    "that is installed (with --kv-bits it does not); bundled is MLX's own, whose sums are the same "
+    "for every draft length.",
 )
 
 loading_options = apply(
@@ -227,7 +241,7 @@ loading_options = apply(
         "float32, which is faster there, if memory allows]",
     ),
     cpu_blas_option,
-    click.option("--kv-bits", type=BITS, help="Quantise keys and values."),
+    click.option("--kv-bits", type=BITS, is_eager=True, help="Quantise keys and values."),
     click.option(
         "--drafter-bits",
         type=click.Choice(("auto", "none", *BITS.choices)),
@@ -249,7 +263,10 @@ copies_option = click.option(
 
 drafting_options = apply(
     click.option(
-        "--drafter", metavar="FOLDER|ID", help="Drafter. [default: the one known for the target]"
+        "--drafter",
+        metavar="FOLDER|ID",
+        callback=checkpoint,
+        help="Drafter. [default: the one known for the target]",
     ),
     click.option(
         "--mode",

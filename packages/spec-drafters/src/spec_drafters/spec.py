@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
+from spec_drafters.errors import CheckpointError
+
 Backbone = Literal["qwen3", "gemma4"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 OfTarget = Literal["target"]
@@ -17,6 +19,10 @@ FirstSlot = Literal[0, 1]
 TapNorm = Literal["all", "each"]
 
 Shape = tuple[int, ...]
+
+LARGEST_BLOCK = 256
+"""Tokens of a block, at most: far more than any known drafter guesses, and little enough for
+buffers of every target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +255,14 @@ class Common(Alike):
     softcap: float | OfTarget | None
 
 
+def _check_length(name: str, length: int) -> None:
+    if length > LARGEST_BLOCK:
+        raise CheckpointError(
+            f"the drafter's configuration is refused: {name} is {length}; it must be at most "
+            f"{LARGEST_BLOCK} (known drafters have up to 32)"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec(DrafterSpec):
     """One block drafter.
@@ -259,6 +273,9 @@ class BlockSpec(DrafterSpec):
             silent and slot j predicts the token at start + j (DFlash); None where the file does
             not say.
         mask_embedding: a tensor of its own stands in for the mask token's embedding.
+
+    Raises:
+        CheckpointError: `block_size` is above LARGEST_BLOCK.
     """
 
     attention: tuple[LayerAttention, ...]
@@ -270,6 +287,9 @@ class BlockSpec(DrafterSpec):
     selector: Selector | None = None
     convolution: Convolution | None = None
     mask_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        _check_length("block_size", self.block_size)
 
     @property
     def num_layers(self) -> int:
@@ -300,12 +320,18 @@ class EagleSpec(DrafterSpec):
             every tap by itself, or None.
         norm_before_residual: the layer's residual starts from the normed hidden state.
         norm_output: the next step is fed the final-normed hidden state.
+
+    Raises:
+        CheckpointError: `draft_length` is above LARGEST_BLOCK.
     """
 
     draft_length: int
     tap_norm: TapNorm | None = None
     norm_before_residual: bool = False
     norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        _check_length("its drafts' length", self.draft_length)
 
     @property
     def num_layers(self) -> int:

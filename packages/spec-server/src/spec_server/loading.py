@@ -26,6 +26,7 @@ from spec_core.device import backend
 from spec_core.errors import InvalidValueError
 from spec_server import threads
 from spec_server.errors import ModelLoadError
+from spec_server.generation_config import recommended_sampling
 from spec_server.job import Labels
 from spec_server.scheduler import Models
 from spec_server.text import Tokeniser
@@ -245,19 +246,6 @@ def load(options: LoadOptions, *, max_rows: int = 1, announce: Announce | None =
         kv_bits=options.kv_bits,
     )
     return Loaded(Models(parts.target, drafter, drafts), tokeniser, facts, namespace)
-
-
-def recommended_sampling(folder: Path) -> SamplingParams:
-    """Of generation_config.json, where it says that the model samples; greedy otherwise."""
-    found = _json(folder / "generation_config.json")
-    if found.get("do_sample") is not True:
-        return SamplingParams()
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    given = {name: found[name] for name in names if found.get(name) is not None}
-    try:
-        return SamplingParams(**{"temperature": 1.0, **given})
-    except InvalidValueError as error:
-        raise ModelLoadError(f"{folder / 'generation_config.json'}: {error}") from error
 
 
 def fingerprint(path: Path) -> str:

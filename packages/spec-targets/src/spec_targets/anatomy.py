@@ -9,6 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from spec_targets.errors import IncompleteTargetError
+
 _EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embedding")
 _HEADS = ("lm_head", "output", "embed_out")
 
@@ -108,8 +110,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def context_window(config: Mapping[str, Any]) -> int:
-    """The most positions the model was made for; a very large number if it does not say."""
+    """The most positions the model was made for; a very large number if it does not say.
+
+    Raises:
+        IncompleteTargetError: it says something else than a positive number.
+    """
     facts = text_config(config)
     names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
-    known = (facts.get(name) for name in names)
-    return next((int(n) for n in known if isinstance(n, int) and n > 0), 2**31 - 1)
+    name, known = next(((n, facts[n]) for n in names if facts.get(n) is not None), ("", 2**31 - 1))
+    if isinstance(known, bool) or not isinstance(known, int | float) or not known >= 1:
+        raise IncompleteTargetError(f"config.json: {name} is {known!r}; it must be at least 1")
+    return int(min(known, 2**31 - 1))

@@ -347,6 +347,8 @@ def _same(what: str, ours: mx.array | None, theirs: mx.array) -> None:
     if ours is None or ours.shape != theirs.shape:
         shape = None if ours is None else ours.shape
         raise ProofError(f"{what} have shape {shape} where the model's own have {theirs.shape}")
+    if mx.isnan(theirs).any().item():
+        raise ProofError(f"{what} are not numbers (NaN) in the model's own; are its weights whole?")
     off = _distance(ours, theirs)
     if not off <= _tolerance(theirs.dtype):
         raise ProofError(f"{what} differ from the model's own by {off:.2g} of their size")

@@ -17,6 +17,7 @@ import click
 from spec_cli import bundled, loading
 from spec_cli.options import (
     bits,
+    checkpoint,
     copies_option,
     draft_lengths,
     json_option,
@@ -64,6 +65,7 @@ def _picture(context: click.Context, parameter: click.Parameter, value: Path | N
     "--drafter",
     "drafters",
     metavar="FOLDER|ID",
+    callback=checkpoint,
     multiple=True,
     help="A drafter to measure beside those of --modes; may be given several times.",
 )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from spec_cli import bundled
-from spec_cli.options import DTYPES, cpu_blas_option, json_option, log_level_option
+from spec_cli.options import DTYPES, checkpoint, cpu_blas_option, json_option, log_level_option
 from spec_cli.places import Command
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Trial:
 @click.option(
     "--model",
     metavar="FOLDER|ID",
+    callback=checkpoint,
     help="With --probe: the target. [default: the bundled spec-tiny]",
 )
 @click.option(

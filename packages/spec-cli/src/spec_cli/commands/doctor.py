@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from spec_cli.options import (
+    checkpoint,
     drafting_options,
     json_option,
     loading_options,
@@ -31,6 +32,7 @@ _WITHOUT_MODEL = ("cpu_blas", "config", "as_json", "log_level")
 @click.option(
     "--model",
     metavar="FOLDER|ID",
+    callback=checkpoint,
     help="Look at this model, too; spec-tiny is the bundled one.",
 )
 @click.option(

@@ -160,7 +160,7 @@ def _tokeniser(folder: Path, load: LoadOptions) -> Finding:
     missing = missing_tokenizer(folder)
     if missing:
         return Finding(_SECTION, "tokenizer", "problem", missing, _again(load.model))
-    damaged = _damage(folder / "tokenizer.json")
+    damaged = _damage(folder / "tokenizer.json") or _odd_answers(folder)
     if damaged:
         return Finding(_SECTION, "tokenizer", "problem", damaged, _again(load.model))
     if not _has_template(folder):
@@ -168,6 +168,18 @@ def _tokeniser(folder: Path, load: LoadOptions) -> Finding:
         advice = "use `spec generate --no-chat-template`, or an instruction-tuned model"
         return Finding(_SECTION, "tokenizer", "note", seen, advice)
     return Finding(_SECTION, "tokenizer", "ok", "there, with a chat template")
+
+
+def _odd_answers(folder: Path) -> str:
+    """What is wrong with how the checkpoint samples and ends answers; "" if nothing is."""
+    from spec_server.generation_config import end_tokens, recommended_sampling
+
+    try:
+        recommended_sampling(folder)
+        end_tokens(folder)
+    except SpecError as error:
+        return str(error)
+    return ""
 
 
 def _damage(file: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spec_server.errors import ContextLengthError, ModelLoadError, PromptError, TemplateError
+from spec_server.generation_config import end_tokens
 from spec_server.text.thinking import ThinkingMarkers
 from spec_server.tools import ToolFormat, detect
 from spec_server.tools.parsers import GEMMA_QUOTE
@@ -87,7 +87,7 @@ class Tokeniser:
             raise ModelLoadError(
                 f"the tokenizer in {folder} could not be loaded: {_sentence(error)}"
             ) from error
-        return cls(wrapper, _configured_end_tokens(folder))
+        return cls(wrapper, end_tokens(folder))
 
     @property
     def wrapper(self) -> TokenizerWrapper:
@@ -290,17 +290,6 @@ def _hidden_tokens(wrapper: TokenizerWrapper, tools: ToolFormat | None) -> froze
     shown |= {i for i, token in added.items() if token.content in markup}
     special = {i for i, token in added.items() if token.special} | set(wrapper.all_special_ids)
     return frozenset(special - shown)
-
-
-def _configured_end_tokens(folder: Path) -> tuple[int, ...]:
-    """End tokens named in generation_config.json and config.json."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if path.is_file():
-            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return tuple(found)
 
 
 def _sentence(error: Exception) -> str:
