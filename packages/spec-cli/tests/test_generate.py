@@ -277,6 +277,7 @@ USAGE = [
     (["hi", "--max-tokens", "0"], "--max-tokens is 0"),
     (["hi", "--stop", ""], "--stop is ["),
     (["hi", "--logit-bias", "99999=1"], "--logit-bias is 99999"),
+    (["hi", "--logit-bias", "3=inf"], "--logit-bias[3] is inf"),
     (["hi", "--prefix-cache-dir", "x", "--prefix-cache-ram", "0"], "--prefix-cache-ram is 0"),
     (["hi", "--prefix-cache-dir", "~no-such-user/x"], "the home of a user that there is not"),
     (["hi", "--prefix-cache-dir", "x", "--prefix-cache-disk", "0"], "--prefix-cache-disk is 0"),

@@ -62,10 +62,11 @@ def users_words(context: click.Context) -> Iterator[None]:
 
         if not isinstance(error, InvalidValueError):
             raise
-        parameter = _sets(context.command, error.field)
+        name, bracket, entry = error.field.partition("[")
+        parameter = _sets(context.command, name)
         if parameter is None:
             raise
-        written = place(context, parameter)
+        written = place(context, parameter) + bracket + entry
         raise InvalidValueError(written, error.value, error.allowed) from error
 
 
