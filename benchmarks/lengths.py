@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--write-prompts", type=int, metavar="COUNT", help="so many of each set")
     parser.add_argument("--sets", nargs="+", default=list(SETS))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 3, 5, 7])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[1, 3, 5, 7])
     parser.add_argument("--dtype")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--trials", type=int, default=3)
