@@ -180,6 +180,19 @@ def test_quantised_keys_and_values_stay_with_mlx_s_own_unless_another_is_named()
     assert "with openblas on " in named.stderr
 
 
+@pytest.mark.parametrize("by_variable", [False, True])
+def test_a_file_s_kv_bits_count_as_those_of_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_variable: bool
+) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('kv-bits = "8"\n')
+    arguments = [] if by_variable else ["--cpu-blas", "auto", "--config", str(file)]
+    if by_variable:
+        monkeypatch.setenv("SPEC_CONFIG", str(file))
+    options = main.cli.commands["serve"].make_context("serve", arguments).params
+    assert (options["kv_bits"], options["cpu_blas"]) == ("8", "bundled")
+
+
 def test_the_bundled_one_can_be_asked_for() -> None:
     ran = spec(
         "generate", PROMPT, "--max-tokens", "4", "--dtype", "float32", SPEC_CPU_BLAS="bundled"

@@ -487,7 +487,9 @@ def test_an_internal_error_is_one_sentence(spec: Spec, monkeypatch: pytest.Monke
     assert "internal error: ZeroDivisionError: a bug" in ran.err
     assert "Traceback" not in ran.err
     monkeypatch.setenv("SPEC_TRACEBACK", "1")
-    assert spec("generate", "Hello").code == 70
+    ran = spec("generate", "Hello")
+    assert ran.code == 70
+    assert "Traceback" in ran.err
 
 
 @pytest.mark.parametrize(("given", "bits"), [("auto", "auto"), ("none", None), ("8", 8)])

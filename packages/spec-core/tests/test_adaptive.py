@@ -21,8 +21,9 @@ from spec_core.curves import CostCurves, RoundCost
 CHEAP = [14.0, 19.0, 20.0, 20.5, 21.0, 21.5, 22.0, 22.5]
 DEAR = [26.0, 50.0, 56.0, 62.0, 66.0, 72.0, 78.0, 84.0]
 BLAS = [12.6, 20.7, 22.9, 26.2, 26.3, 28.5, 29.4, 30.2]
+SLOW = [111.0, 197.0, 243.0, 290.0, 336.0, 383.0, 431.0, 479.0]
 UNEVEN = [5.5, 10.0, 13.0, 14.0, 16.0, 17.0, 18.0, 16.0]
-ALL_CURVES = [CHEAP, DEAR, UNEVEN]
+ALL_CURVES = [CHEAP, DEAR, SLOW, UNEVEN]
 
 
 def policy(curve: Sequence[float]) -> AdaptiveLength:

@@ -533,14 +533,9 @@ def drafter_bits(options: LoadOptions) -> Bits | None:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """config.json; unreadable ones are the target loader's to report."""
-    return _json(folder / "config.json")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """An object in a file, empty if there is none."""
+    """config.json; unreadable ones are the target loader's to report, and empty here."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -168,12 +168,12 @@ http_options = apply(
 
 
 @click.command(cls=Command)
+@config_option(*_PRIVATE)  # first: eager options after it are read from the file
 @model_option
 @drafting_options
 @loading_options
 @engine_options
 @http_options
-@config_option(*_PRIVATE)
 @click.option("--print-config", is_flag=True, help="Show the options in force, and leave.")
 @click.pass_context
 def serve(context: click.Context, /, **options: Any) -> None:
